@@ -1,0 +1,1 @@
+"""Run directories and their checkpoints: orbax, and nothing else that reads or writes training state."""

@@ -1,0 +1,1 @@
+"""Configuration: keys, values, where they came from, and what may not be combined."""

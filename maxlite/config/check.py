@@ -1,0 +1,165 @@
+"""Rules between keys. Each takes a Config and returns messages: what was given, what is allowed, what to change."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from maxlite.config.schema import Config
+
+MESH_AXES = ("data", "fsdp", "tensor")
+LEVELS = ("dcn", "ici")
+
+
+def check_heads(config: Config) -> Iterator[str]:
+    """Query heads are shared out evenly over key/value heads, and rotary positions need an even width."""
+    model = config.model
+    if model.num_query_heads % model.num_kv_heads:
+        yield (
+            f"num_query_heads={model.num_query_heads} is not a multiple of num_kv_heads={model.num_kv_heads}; "
+            "each key/value head serves the same number of query heads."
+        )
+    if model.head_dim % 2:
+        yield f"head_dim={model.head_dim} is odd; rotary positions turn pairs, so make it even."
+
+
+def check_layer_kinds(config: Config) -> Iterator[str]:
+    """A window is given exactly where a layer kind uses it."""
+    model = config.model
+    uses_window = "local" in model.attention_pattern
+    if uses_window and model.sliding_window_size is None:
+        yield "attention_pattern has local layers, but sliding_window_size is not set."
+    if not uses_window and model.sliding_window_size is not None:
+        yield (
+            f"sliding_window_size={model.sliding_window_size} has no effect: attention_pattern has no local layer; "
+            "set attention_pattern=[local] or sliding_window_size=null."
+        )
+    for name in ("attention_pattern", "mlp_pattern"):
+        if len(pattern := getattr(model, name)) > model.num_decoder_layers:
+            yield f"{name} names {len(pattern)} layers, but num_decoder_layers={model.num_decoder_layers}."
+
+
+def check_rope(config: Config) -> Iterator[str]:
+    """Scaling keys are given where the type uses them."""
+    model = config.model
+    if model.rope_type == "llama3":
+        if model.original_max_position_embeddings is None:
+            yield "rope_type=llama3 needs original_max_position_embeddings (8192 for Llama 3.1 to 3.3)."
+        if model.rope_high_freq_factor <= model.rope_low_freq_factor:
+            yield (
+                f"rope_high_freq_factor={model.rope_high_freq_factor:g} must be above "
+                f"rope_low_freq_factor={model.rope_low_freq_factor:g}."
+            )
+    elif model.rope_type == "default" and model.rope_factor != 1:
+        yield f"rope_factor={model.rope_factor:g} has no effect with rope_type=default; set rope_type or leave it at 1."
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    """Rows fit the model, and tiles fit rows."""
+    length = config.data.max_target_length
+    if length > config.model.max_position_embeddings:
+        yield (
+            f"max_target_length={length} is above max_position_embeddings={config.model.max_position_embeddings}, "
+            "the longest sequence that this model may be asked for."
+        )
+    if config.compute.num_vocab_tiling > length:
+        yield f"num_vocab_tiling={config.compute.num_vocab_tiling} is above max_target_length={length}."
+
+
+def check_degrees(config: Config) -> Iterator[str]:
+    """Each level has at most one -1 and no zero, and with fake devices the product is known already."""
+    for level in LEVELS:
+        degrees = {
+            f"{level}_{axis}_parallelism": getattr(config.parallel, f"{level}_{axis}_parallelism") for axis in MESH_AXES
+        }
+        free = [name for name, degree in degrees.items() if degree == -1]
+        if len(free) > 1:
+            given = ", ".join(f"{name} ({config.sources[name]})" for name in free)
+            yield f"Only one {level} degree may be -1, but these are: {given}; give the others a number."
+        for name, degree in degrees.items():
+            if degree == 0:
+                yield f"{name}=0: a degree is at least 1, or -1 for the devices left over."
+
+
+def check_axis_rules(config: Config) -> Iterator[str]:
+    """Rules name mesh axes that exist, and no row uses one twice."""
+    for logical, axes in config.parallel.logical_axis_rules:
+        for axis in axes:
+            if axis not in MESH_AXES:
+                yield f"logical_axis_rules: {logical} names {axis}; the mesh axes are {', '.join(MESH_AXES)}."
+        if len(set(axes)) < len(axes):
+            yield f"logical_axis_rules: {logical} names a mesh axis twice."
+
+
+def check_schedule(config: Config) -> Iterator[str]:
+    """Warm-up and decay fit into the schedule."""
+    optimizer = config.optimizer
+    if optimizer.lr_schedule_type == "wsd":
+        total = optimizer.warmup_steps_fraction + optimizer.wsd_decay_steps_fraction
+        if total > 1:
+            yield (
+                f"warmup_steps_fraction + wsd_decay_steps_fraction = {total:g}; "
+                "together they may take at most the whole schedule (1)."
+            )
+
+
+def check_moments(config: Config) -> Iterator[str]:
+    """A moment that never decays has no bias correction."""
+    for name in ("adam_b1", "adam_b2"):
+        if getattr(config.optimizer, name) == 1:
+            yield f"{name}=1 would keep the moment at its first value and divide by zero; make it below 1."
+
+
+def check_dataset(config: Config) -> Iterator[str]:
+    """Paths go with a type that reads them."""
+    data = config.data
+    if data.dataset_type == "synthetic":
+        for name in ("dataset_path", "eval_dataset_path"):
+            if getattr(data, name) is not None:
+                yield f"{name} has no effect with dataset_type=synthetic; set dataset_type=text or leave it out."
+    if data.dataset_type == "text" and config.model.vocab_size < 258:
+        yield (
+            f"vocab_size={config.model.vocab_size} is too small for dataset_type=text: bytes and the begin and end "
+            "marks need 258 ids; make it larger or set dataset_type=synthetic."
+        )
+
+
+def check_run_name(config: Config) -> Iterator[str]:
+    """The run is one folder below base_output_directory."""
+    name = config.run.run_name
+    if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+        yield f"run_name={name!r} must be one folder name, without slashes; base_output_directory says where."
+
+
+def check_peak(config: Config) -> Iterator[str]:
+    """The peak is a number or auto."""
+    given = config.metrics.peak_tflops_per_device
+    if given != "auto":
+        try:
+            valid = 0 < float(given) < math.inf
+        except ValueError:
+            valid = False
+        if not valid:
+            yield f"peak_tflops_per_device={given}: it takes auto or a number above 0."
+
+
+def check_prompts(config: Config) -> Iterator[str]:
+    """Prompts come from one place."""
+    decode = config.decode
+    if decode.prompt_file is not None and decode.prompt_ids is not None:
+        yield "prompt_file and prompt_ids are both set; give one."
+
+
+CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    check_heads,
+    check_layer_kinds,
+    check_rope,
+    check_lengths,
+    check_degrees,
+    check_axis_rules,
+    check_schedule,
+    check_moments,
+    check_dataset,
+    check_run_name,
+    check_peak,
+    check_prompts,
+)

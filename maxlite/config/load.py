@@ -1,0 +1,250 @@
+"""base.yml, model YAML, environment and command line -> one frozen Config, or every problem at once."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxlite.config.check import CHECKS
+from maxlite.config.schema import KEYS, SECTIONS, Config
+from maxlite.config.smoke import smoke_overrides
+from maxlite.config.values import describe_allowed, parse_value
+from maxlite.config.yaml_file import Entry, read_yaml
+from maxlite.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "MAXLITE_"
+DEFAULT_MODEL = "default"
+SHOWN_LETTERS = 80
+RESOLVED_HEADER = "# Resolved by maxlite: complete, so model YAMLs are not read again."
+MODEL_KEYS = frozenset(name for name, key in KEYS.items() if key.section == "model")
+# Names that people bring from MaxText, and what they are called here.
+RENAMED = {
+    "model_name": "model",
+    "base_emb_dim": "emb_dim",
+    "base_num_query_heads": "num_query_heads",
+    "base_num_kv_heads": "num_kv_heads",
+    "base_mlp_dim": "mlp_dim",
+    "base_num_decoder_layers": "num_decoder_layers",
+    "mlp_activations": "mlp_activation",
+    "rope_linear_scaling_factor": "rope_factor",
+    "max_prefill_predict_length": "max_target_length",
+    "hardware": "cpu_devices",
+    "global_parameter_scale": "emb_dim, mlp_dim, num_decoder_layers",
+    "save_checkpoint_on_start": "checkpoint_period",
+    "metrics_file": "base_output_directory",
+}
+
+
+def package_roots() -> tuple[Path, ...]:
+    """Folders that hold base.yml and models/: the installed package, or the checkout that it is run from."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = (package.parent,) if (package.parent / "pyproject.toml").is_file() else ()
+    return (package, *checkout)
+
+
+def load_config(path: str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Config:
+    """Resolves a config from a YAML file or run directory and `key=value` overrides.
+
+    Raises:
+        ConfigError: lists every problem found: unreadable files, unknown keys, values, combinations.
+    """
+    return _Loading(os.environ if environment is None else environment).load(path, overrides)
+
+
+def dump_config(config: Config) -> str:
+    """Returns the YAML text of `config`: every key, so that it loads to the same values anywhere."""
+    plain = {name: _plain(value) for name, value in config.flat().items()}
+    return RESOLVED_HEADER + "\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+def model_names() -> list[str]:
+    """Names of the model YAMLs that come with maxlite."""
+    return sorted({file.stem for root in package_roots() for file in (root / "models").glob("*.yml")})
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+class _Loading:
+    """One load: collects entries and problems; later layers replace earlier ones."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.environment = environment
+        self.entries: dict[str, Entry] = {}
+        self.problems: list[str] = []
+
+    def load(self, path: str, overrides: Sequence[str]) -> Config:
+        file = _find_base(path)
+        command_line = self._command_line(overrides)
+        environment = self._environment()
+        defaults = _base_entries()
+        self.entries.update(defaults)
+        resolved = False
+        if file not in [(root / "base.yml").resolve() for root in package_roots()]:
+            self._add(self._read(file, _short(file)))
+            resolved = _is_resolved(file)
+        named = command_line.get("model") or environment.get("model")
+        if named or not resolved:
+            self._add_model_yaml(named or self.entries["model"])
+        # A resolved file is shrunk already, unless another model has just taken its place.
+        shrink = bool(named) or not resolved
+        values = self._values({**environment, **command_line}, defaults, shrink)
+        config = _build(values, {name: entry.source for name, entry in self.entries.items()})
+        # A check may trip over a value that another problem has replaced: only then are its findings doubtful.
+        self.problems += [message for check in CHECKS for message in check(config)]
+        if self.problems:
+            raise ConfigError("\n".join(dict.fromkeys(self.problems)))
+        return config
+
+    def _values(self, last: dict[str, Entry], base: dict[str, Entry], shrink: bool) -> dict[str, Any]:
+        defaults = {name: _parse_entry(name, entry) for name, entry in base.items()}
+        values = {name: self._parse(name, self.entries[name], defaults[name]) for name in KEYS}
+        smoke = self._parse("smoke", last["smoke"], False) if "smoke" in last else values["smoke"] and shrink
+        if smoke:
+            for name, value in smoke_overrides(values).items():
+                values[name] = value
+                self.entries[name] = Entry(value, "smoke=true")
+        for name, entry in last.items():
+            values[name] = self._parse(name, entry, defaults[name])
+        self.entries.update(last)
+        return values
+
+    def _parse(self, name: str, entry: Entry, default: Any) -> Any:
+        try:
+            return _parse_entry(name, entry)
+        except ValueError as error:
+            allowed = describe_allowed(KEYS[name])
+            self.problems.append(f"{name}={_shown(entry)} ({entry.source}): {error}; it takes {allowed}.")
+            return default
+
+    def _add(self, entries: dict[str, Entry]) -> None:
+        self.entries.update(self._known(entries))
+
+    def _known(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        for name, entry in entries.items():
+            if name not in KEYS:
+                self.problems.append(f"{entry.source}: unknown key {name}{suggestion(name)}")
+            elif "${" in str(entry.value):
+                # Refused everywhere, because a resolved config is itself read as YAML again.
+                self.problems.append(f"{entry.source}: {name} holds ${{...}}, which is not supported; write the value.")
+        return {name: entry for name, entry in entries.items() if name in KEYS}
+
+    def _read(self, file: Path, label: str) -> dict[str, Entry]:
+        entries, problems = read_yaml(file, label)
+        self.problems += problems
+        return entries
+
+    def _add_model_yaml(self, named: Entry) -> None:
+        name = named.text or str(named.value)
+        if name == DEFAULT_MODEL:
+            self.entries["model"] = named
+            return
+        file = _find_model(name)
+        if file is None:
+            near = difflib.get_close_matches(name, model_names(), 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; `maxlite models` lists those that exist."
+            self.problems.append(f"{named.source}: no model YAML {name}{hint}")
+            return
+        entries = self._known(self._read(file, f"models/{file.name}" if file.stem == name else _short(file)))
+        foreign = sorted(set(entries) - MODEL_KEYS)
+        for key in foreign:
+            self.problems.append(
+                f"{entries[key].source}: a model YAML may set only architecture keys, and {key} is not one; "
+                "give it on the command line or in the base file."
+            )
+        self.entries.update({key: entry for key, entry in entries.items() if key in MODEL_KEYS})
+        self.entries["model"] = named
+
+    def _environment(self) -> dict[str, Entry]:
+        prefixed = {k: v for k, v in self.environment.items() if k.upper().startswith(ENVIRONMENT_PREFIX)}
+        return self._known(
+            {k[len(ENVIRONMENT_PREFIX) :].lower(): Entry(v, f"environment {k}") for k, v in sorted(prefixed.items())}
+        )
+
+    def _command_line(self, overrides: Sequence[str]) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for text in overrides:
+            name, equals, value = text.partition("=")
+            name = name.strip()
+            if not equals or not name:
+                self.problems.append(f"command line: {text!r} is not key=value.")
+            elif name.startswith("-"):
+                self.problems.append(f"command line: write {name.lstrip('-')}={value}, without dashes.")
+            elif name in entries:
+                self.problems.append(f"command line: {name} is given twice ({entries[name].value} and {value}).")
+            else:
+                entries[name] = Entry(value, "command line")
+        return self._known(entries)
+
+
+def _parse_entry(name: str, entry: Entry) -> Any:
+    # By its spelling, so that 010 or yes mean the same in a file as on the command line.
+    spelled = entry.text is not None and entry.value is not None
+    return parse_value(KEYS[name], entry.text if spelled else entry.value)
+
+
+def _shown(entry: Entry) -> str:
+    text = entry.text if entry.text else "null" if entry.value is None else str(entry.value)
+    return text if len(text) <= SHOWN_LETTERS else text[:SHOWN_LETTERS] + "..."
+
+
+def suggestion(name: str) -> str:
+    """The end of an unknown-key message: the new name of an old one, or the nearest."""
+    if name in RENAMED:
+        return f"; here it is called {RENAMED[name]}."
+    near = difflib.get_close_matches(name, KEYS, 3, cutoff=0.7)
+    return f"; did you mean {' or '.join(near)}?" if near else "; `maxlite config base.yml` lists all keys."
+
+
+def _build(values: dict[str, Any], sources: dict[str, str]) -> Config:
+    sections = {
+        section: cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        for section, cls in SECTIONS.items()
+    }
+    return Config(**sections, sources=sources)
+
+
+def _base_entries() -> dict[str, Entry]:
+    entries, problems = read_yaml(_package_file("base.yml"), "base.yml")
+    assert not problems and entries.keys() == KEYS.keys(), f"base.yml and the schema differ: {problems}"
+    return entries
+
+
+def _package_file(name: str) -> Path:
+    return next(file for root in package_roots() if (file := root / name).is_file())
+
+
+def _find_base(path: str) -> Path:
+    file = Path(path)
+    if file.is_dir():
+        if not (file / "config.yml").is_file():
+            raise ConfigError(f"{path}: a folder without config.yml is not a run directory.")
+        return (file / "config.yml").resolve()
+    for candidate in (file, *(root / path for root in package_roots())):
+        if candidate.is_file():
+            return candidate.resolve()
+    raise ConfigError(f"{path}: no such YAML file or run directory (looked here and among maxlite's own files).")
+
+
+def _find_model(name: str) -> Path | None:
+    given = Path(name)
+    spelled = [given] if given.suffix in (".yml", ".yaml") else [Path("models", f"{name}.yml")]
+    bases = [Path(), *package_roots()]
+    return next((base / file for base in bases for file in spelled if (base / file).is_file()), None)
+
+
+def _is_resolved(file: Path) -> bool:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        return lines.readline().rstrip("\n") == RESOLVED_HEADER
+
+
+def _short(file: Path) -> str:
+    try:
+        return str(file.relative_to(Path.cwd()))
+    except ValueError:
+        return str(file)

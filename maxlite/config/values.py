@@ -1,0 +1,144 @@
+"""Turns what was written for a key into the value that its declaration asks for, or says why it can't be."""
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+from maxlite.config.schema import Key, LogicalAxisRules
+
+_INTEGER = re.compile(r"[+-]?[0-9]+\Z")
+# Counts and sizes end up in 32-bit integers; only a key with a `maximum` of its own may be larger.
+_LARGEST_INTEGER = 2**31 - 1
+_NULLS = ("null", "none", "~", "")
+
+
+def parse_value(key: Key, raw: Any) -> Any:
+    """Returns the typed value of `raw` (a YAML value, or the text after `key=`).
+
+    Raises:
+        ValueError: with a message that says what is allowed; the caller adds the key's name and source.
+    """
+    if raw is None or (key.optional and isinstance(raw, str) and raw.strip().lower() in _NULLS):
+        if not key.optional:
+            raise ValueError("null is not allowed")
+        return None
+    value = _PARSERS[key.type](raw)
+    _require_allowed(key, value)
+    return value
+
+
+def describe_allowed(key: Key) -> str:
+    """One phrase that says what `key` may be, for messages and reference pages."""
+    parts = [_TYPE_NAMES[key.type]]
+    if key.choices:
+        parts = ["one of " + ", ".join(key.choices)] if key.type is str else ["a list of " + ", ".join(key.choices)]
+    if key.above is not None:
+        parts.append(f"above {key.above}")
+    if key.minimum is not None:
+        parts.append(f"at least {key.minimum}")
+    if key.maximum is not None:
+        parts.append(f"at most {key.maximum}")
+    return ", ".join(parts) + (", or null" if key.optional else "")
+
+
+def _require_allowed(key: Key, value: Any) -> None:
+    items = value if isinstance(value, tuple) else (value,)
+    if key.choices and any(item not in key.choices for item in items):
+        raise ValueError("not a choice")
+    if isinstance(value, tuple) and not value:
+        raise ValueError("an empty list is not allowed")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        too_low = (key.minimum is not None and value < key.minimum) or (key.above is not None and value <= key.above)
+        if too_low or (key.maximum is not None and value > key.maximum):
+            raise ValueError("out of range")
+    if isinstance(value, int) and key.maximum is None and value > _LARGEST_INTEGER:
+        raise ValueError(f"above {_LARGEST_INTEGER}")
+
+
+def _parse_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.strip().lower() in ("true", "false"):
+        return raw.strip().lower() == "true"
+    raise ValueError("not true or false")
+
+
+def _parse_int(raw: Any) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and _INTEGER.match(raw.strip()):
+        return int(raw)
+    raise ValueError("not a whole number")
+
+
+def _parse_float(raw: Any) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError("not a number")
+    if isinstance(raw, str) and ("_" in raw or not raw.isascii()):
+        raise ValueError("not a number")
+    try:
+        value = float(raw)
+    except (ValueError, OverflowError) as error:
+        raise ValueError("not a number") from error
+    if not math.isfinite(value):
+        raise ValueError("not finite")
+    return value
+
+
+def _parse_str(raw: Any) -> str:
+    if isinstance(raw, str):
+        if "\0" in raw:
+            raise ValueError("holds a NUL character")
+        return raw
+    # A number or boolean that YAML made of an unquoted word has lost its spelling (007 -> 7, no -> false).
+    raise ValueError("not text; put it in quotes")
+
+
+def _parse_list(raw: Any) -> tuple[str, ...]:
+    if isinstance(raw, str) and raw.strip().startswith("["):
+        try:
+            raw = yaml.safe_load(raw)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError("not a list like [a, b]") from error
+    if isinstance(raw, str):
+        raw = [part.strip() for part in raw.split(",")]
+    if not isinstance(raw, list) or not all(isinstance(item, str) and item for item in raw):
+        raise ValueError("not a list of words")
+    return tuple(raw)
+
+
+def _parse_rules(raw: Any) -> LogicalAxisRules:
+    if isinstance(raw, str):
+        try:
+            raw = yaml.safe_load(raw)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError("not a list like [[embed, [fsdp]]]") from error
+    rows = []
+    for row in raw if isinstance(raw, list) else [None]:
+        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str)):
+            raise ValueError("not rows of [logical axis, [mesh axes]]")
+        axes = [row[1]] if isinstance(row[1], str) else (row[1] or [])
+        if not (isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)):
+            raise ValueError("not rows of [logical axis, [mesh axes]]")
+        rows.append((row[0], tuple(axes)))
+    return tuple(rows)
+
+
+_PARSERS = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    tuple[str, ...]: _parse_list,
+    LogicalAxisRules: _parse_rules,
+}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple[str, ...]: "a list of words",
+    LogicalAxisRules: "rows of [logical axis, [mesh axes]]",
+}

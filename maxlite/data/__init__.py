@@ -1,0 +1,1 @@
+"""Data: documents found, cut into windows, packed into rows, batched; its position can be saved exactly."""

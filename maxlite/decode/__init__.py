@@ -1,0 +1,1 @@
+"""Decoding: sampling, the key-value cache loop, and the decode command."""

@@ -1,0 +1,91 @@
+"""The `maxlite` command. Each command imports its room when it runs, so that help and config errors are instant."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from maxlite.config.load import load_config
+from maxlite.errors import MaxliteError
+
+app = typer.Typer(
+    name="maxlite",
+    help="Train large language models in JAX from one YAML config.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file such as base.yml, or a run directory.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any key of base.yml.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Only JSON on standard output.")]
+
+
+@app.command()
+def train(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Train; the same command again resumes."""
+    resolved = load_config(config, overrides or [])
+    from maxlite.launcher.sample import print_sample
+    from maxlite.train.run import run_train
+
+    print_sample(resolved, run_train(resolved))
+
+
+@app.command()
+def decode(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
+    """Continue prompts from a run directory, or from base.yml with load_parameters_path=."""
+    resolved = load_config(config, overrides or [])
+    from maxlite.decode.run import run_decode
+
+    run_decode(resolved, config, json_output=json_output)
+
+
+@app.command("config")
+def show_config(
+    config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False
+) -> None:
+    """Print the resolved config, each value with its source; `config diff A B` compares two."""
+    from maxlite.launcher import show
+
+    if config == "diff":
+        show.print_diff(overrides or [], json_output)
+    else:
+        show.print_config(load_config(config, overrides or []), json_output)
+
+
+@app.command()
+def models(
+    action: Annotated[str | None, typer.Argument(metavar="[show NAME]", help="show: one model in full.")] = None,
+    name: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """List the model YAMLs, or show one: sizes and exact parameter counts."""
+    from maxlite.launcher.models import print_model, print_models
+
+    if action is None:
+        print_models(json_output)
+    else:
+        print_model(action, name, overrides or [], json_output)
+
+
+def main() -> None:
+    """Runs the command line; a user's mistake becomes its message and documented exit code, without a traceback."""
+    # XLA's C++ notes go to standard error unless told otherwise before jax is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        app()
+    except MaxliteError as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (head, less) has left; nothing more to say, and Python must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

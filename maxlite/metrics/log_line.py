@@ -1,0 +1,39 @@
+"""The log line of a step and of an evaluation, in MaxText's order, which programs read."""
+
+from collections.abc import Mapping
+
+
+def step_line(step: int, tags: Mapping[str, float], hbm_limit_gib: float | None = None) -> str:
+    """Formats one training step.
+
+    tags: of `step_tags`. What they lack is left out: rates and MFU of a step that compiled, memory on a CPU.
+    hbm_limit_gib: memory of one device.
+    """
+    parts = [f"completed step: {step}", f"seconds: {tags['perf/step_time_seconds']:.3f}"]
+    if "perf/per_device_tflops_per_sec" in tags:
+        parts.append(f"TFLOP/s/device: {tags['perf/per_device_tflops_per_sec']:.3f}")
+        parts.append(f"Tokens/s/device: {tags['perf/per_device_tokens_per_sec']:.3f}")
+    parts.append(f"total_weights: {tags['learning/total_weights']:.0f}")
+    parts.extend(f"{name}: {tags[f'learning/{name}']:.3f}" for name in ("loss", "lm_loss", "perplexity"))
+    if "perf/mfu" in tags:
+        parts.append(f"MFU: {tags['perf/mfu']:.1%}")
+    parts.append(f"grad_norm: {tags['learning/grad_norm']:.3f}")
+    parts.append(f"lr: {tags['learning/current_learning_rate']:.3e}")
+    parts.append(f"data_wait_ms: {tags['perf/data_wait_ms']:.1f}")
+    if "perf/hbm_peak_gib" in tags and hbm_limit_gib is not None:
+        parts.append(f"HBM: {tags['perf/hbm_peak_gib']:.2f}/{hbm_limit_gib:.2f} GiB")
+    return ", ".join(parts)
+
+
+def eval_line(step: int, tags: Mapping[str, float]) -> str:
+    """Formats the evaluation that follows training step `step`; `tags` are those of `eval_tags`."""
+    return (
+        f"Completed eval after train step {step}, loss={tags['eval/avg_loss']:.3f}, "
+        f"perplexity={tags['eval/avg_perplexity']:.3f}, total_weights={tags['eval/total_weights']:.0f}, "
+        f"avg_z_loss={tags['eval/avg_z_loss']:.6f}"
+    )
+
+
+def compile_line(name: str, seconds: float) -> str:
+    """Formats the time that compiling took, which no rate holds."""
+    return f"compiled {name} in {seconds:.1f} s"

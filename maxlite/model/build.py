@@ -1,0 +1,145 @@
+"""Config -> a Model: pure functions over plain nested dicts of parameters. The rest of maxlite sees only this."""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxlite.config.layers import layer_groups
+from maxlite.config.schema import ComputeConfig, LogicalAxisRules, ModelConfig
+from maxlite.model.stack import unstack
+from maxlite.model.transformer import Output, Transformer
+from maxlite.nn.cache import Cache, LayerCache
+from maxlite.parallel.sharding import require_divisible, shardings_of
+
+Params = dict[str, Any]
+# The axis names of activations that only a tensor's placement decides: (name, key of the size that must divide).
+_ACTIVATION_SIZES = (
+    ("activation_heads", "num_query_heads"),
+    ("activation_kv_heads", "num_kv_heads"),
+    ("activation_mlp", "mlp_dim"),
+    ("activation_vocab", "vocab_size"),
+    ("activation_embed", "emb_dim"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as data and pure functions.
+
+    config, compute: the sections it was built from, the dtype resolved.
+    abstract_params: nested dict of ShapeDtypeStruct; the weights of a layer group are stacked over its repeats.
+    logical_axes: nested dict of the same tree, the names of each weight's dimensions.
+    """
+
+    config: ModelConfig
+    compute: ComputeConfig
+    abstract_params: Params
+    logical_axes: Params
+    graphdef: Any
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params))
+
+    def init(self, key: jax.Array) -> Params:
+        """Returns initial parameters; the same values on any mesh."""
+        return nnx.to_pure_dict(nnx.state(_make(self.config, self.compute, key)))
+
+    def apply(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> Output:
+        """Runs the model on tokens, positions, segment_ids: [B, T]. Returns hidden states [B, T, D] and the cache."""
+        with self._precision():
+            return nnx.merge(self.graphdef, params)(tokens, positions, segment_ids, cache)
+
+    def unembedding(self, params: Params) -> jax.Array:
+        """Returns the matrix from hidden states to logits: [D, V], in the compute dtype."""
+        return nnx.merge(self.graphdef, params).unembedding()
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """hidden: [..., D]. Returns: [..., V] float32."""
+        with self._precision():
+            matrix = self.unembedding(params)
+            return jnp.einsum("...D,DV->...V", hidden, matrix, preferred_element_type=jnp.float32)
+
+    def init_cache(self, batch: int, length: int, *, stacked: bool = True) -> Cache:
+        """Returns an empty cache of `length` slots a row; unstacked to go with `unstack`ed parameters."""
+        shape = (batch, length, self.config.num_kv_heads, self.config.head_dim)
+        dtype = jnp.dtype(self.compute.dtype)
+
+        def layer(prefix: tuple[int, ...]) -> LayerCache:
+            return LayerCache(jnp.zeros(prefix + shape, dtype), jnp.zeros(prefix + shape, dtype))
+
+        layers: dict[str, Any] = {}
+        for index, group in enumerate(layer_groups(self.config)):
+            names = [f"block_{position}" for position in range(len(group.pattern))]
+            if stacked:
+                layers[f"group_{index}"] = {name: layer((group.repeats,)) for name in names}
+            else:
+                layers[f"group_{index}"] = tuple({name: layer(()) for name in names} for _ in range(group.repeats))
+        slots = jnp.zeros((batch, length), jnp.int32)
+        return Cache(layers, slots, slots, jnp.int32(0))
+
+    def unstack(self, params: Params) -> Params:
+        """Returns the parameters with one array a layer, as decoding wants them."""
+        groups = layer_groups(self.config)
+        return unstack(params, {f"group_{index}": group.repeats for index, group in enumerate(groups)})
+
+    def shardings(self, mesh: Mesh, rules: LogicalAxisRules) -> Params:
+        """Returns the NamedSharding of every parameter.
+
+        Raises:
+            ConfigError: lists every size that its mesh axes do not divide.
+        """
+        for axis, name in _ACTIVATION_SIZES:
+            require_divisible(name, (getattr(self.config, name),), (axis,), mesh, rules)
+        return shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        name = self.compute.matmul_precision
+        return jax.default_matmul_precision(None if name == "default" else name)
+
+
+def build_model(model: ModelConfig, compute: ComputeConfig) -> Model:
+    """Builds the handle of a model without making any array; `dtype=auto` becomes what the default device likes."""
+    compute = dataclasses.replace(compute, dtype=resolve_dtype(compute.dtype))
+    module = nnx.eval_shape(lambda: _make(model, compute, jax.random.key(0)))
+    graphdef, state = nnx.split(module)
+    variables = nnx.to_flat_state(state)
+    abstract, axes = {}, {}
+    for path, variable in variables:
+        shape = variable.get_raw_value()
+        names = variable.get_metadata()["axes"]
+        _put(abstract, path, shape)
+        # Inside a group every weight has the repeats as its first dimension.
+        _put(axes, path, ("layers",) * (len(shape.shape) - len(names)) + names)
+    return Model(model, compute, abstract, axes, graphdef)
+
+
+def resolve_dtype(dtype: str) -> str:
+    """Returns the dtype that `auto` stands for on the default device: bfloat16 on TPU and GPU, else float32."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _make(model: ModelConfig, compute: ComputeConfig, key: jax.Array) -> Transformer:
+    return Transformer(model, compute, rngs=nnx.Rngs(params=key))
+
+
+def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    for step in path[:-1]:
+        tree = tree.setdefault(step, {})
+    tree[path[-1]] = value

@@ -1,0 +1,76 @@
+"""The decoder: embedding, layer groups, final norm. One forward for training, prefill and decoding."""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from maxlite.config.layers import layer_groups
+from maxlite.config.schema import ComputeConfig, ModelConfig
+from maxlite.model.stack import Stack
+from maxlite.nn.attention import AttentionContext
+from maxlite.nn.cache import Cache, write_tokens
+from maxlite.nn.embedding import Embedding, OutputMatrix
+from maxlite.nn.norm import RMSNorm
+from maxlite.ops.rope import RopeScaling, inverse_frequencies, rotation
+
+
+class Output(NamedTuple):
+    """hidden: [B, T, D] after the final norm; cache: with these tokens in it, or None."""
+
+    hidden: jax.Array
+    cache: Cache | None
+
+
+class Transformer(nnx.Module):
+    """A pre-norm decoder-only transformer."""
+
+    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
+        """Makes all weights."""
+        groups = layer_groups(model)
+        self.group_names = tuple(f"group_{index}" for index in range(len(groups)))
+        self.embedding = Embedding(model, compute, rngs=rngs)
+        for name, group in zip(self.group_names, groups, strict=True):
+            setattr(self, name, Stack(group, model, compute, rngs=rngs))
+        self.final_norm = RMSNorm(model.emb_dim, model.normalization_layer_epsilon, compute, rngs=rngs)
+        if not model.logits_via_embedding:
+            self.output = OutputMatrix(model, compute, rngs=rngs)
+        self.tied = model.logits_via_embedding
+        self.inverse_frequencies = tuple(
+            inverse_frequencies(model.head_dim, model.rope_max_timescale, rope_scaling(model)).tolist()
+        )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, cache: Cache | None
+    ) -> Output:
+        """tokens, positions, segment_ids: [B, T] int32."""
+        cos, sin = rotation(positions, self.inverse_frequencies)
+        index = None if cache is None else cache.index
+        if cache is None:
+            context = AttentionContext(positions, segment_ids, positions, segment_ids, cos, sin, index)
+        else:
+            assert segment_ids is not None, "a cache marks empty slots by segment id 0"
+            cache = write_tokens(cache, positions, segment_ids)
+            keys = (cache.positions, cache.segment_ids)
+            context = AttentionContext(positions, segment_ids, *keys, cos, sin, index)
+        x, layers = self.embedding(tokens), {}
+        for name in self.group_names:
+            x, layers[name] = getattr(self, name)(x, context, None if cache is None else cache.layers[name])
+        return Output(self.final_norm(x), None if cache is None else cache._replace(layers=layers))
+
+    def unembedding(self) -> jax.Array:
+        """Returns the matrix from hidden states to logits: [D, V]."""
+        return self.embedding.matrix() if self.tied else self.output.matrix()
+
+
+def rope_scaling(model: ModelConfig) -> RopeScaling | None:
+    """Returns the rotary scaling that the model's keys describe."""
+    if model.rope_type == "default":
+        return None
+    return RopeScaling(
+        kind=model.rope_type,
+        factor=model.rope_factor,
+        low_freq_factor=model.rope_low_freq_factor,
+        high_freq_factor=model.rope_high_freq_factor,
+        original_max_position_embeddings=model.original_max_position_embeddings or 0,
+    )

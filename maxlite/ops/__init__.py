@@ -1,0 +1,1 @@
+"""Stateless numerical operations: attention, rotary positions and losses over plain arrays."""

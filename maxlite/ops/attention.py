@@ -1,0 +1,232 @@
+"""Softmax attention over grouped query heads: blockwise for training, plain for decoding against a cache."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+# Scores of unseen keys, and the floor of a row's maximum: finite, so that a row which sees no key gives exp(-1e29),
+# which is 0, where infinities would give NaN.
+UNSEEN_SCORE = -1e30
+LEAST_MAXIMUM = -1e29
+
+# Queries per block of the training path, and the most blocks that are unrolled into one program.
+QUERY_BLOCK = 128
+MAX_BLOCKS = 16
+
+
+class _Options(NamedTuple):
+    """Static numbers of the attention; hashable, so that one custom_vjp serves every setting."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+class _Tokens(NamedTuple):
+    """Positions [B, T] (needed with a window) and segments [B, T] (needed with packing or padding) of one row's tokens."""
+
+    positions: jax.Array | None
+    segment_ids: jax.Array | None
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    query_segment_ids: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    aligned: bool = False,
+) -> jax.Array:
+    """Causal attention, optionally inside a sliding window; query head n reads key head n // G.
+
+    A query sees a key if and only if both are of the same segment (when segments are given; segment 0 is padding,
+    which neither sees nor is seen), key_position <= query_position, and query_position - key_position < window. A
+    query that sees no key gives zeros. The softmax is float32 whatever the dtype.
+
+    query: [B, T, N, H].
+    key, value: [B, S, K, H], N a multiple of K.
+    query_positions, key_positions: [B, T], [B, S] int32.
+    query_segment_ids, key_segment_ids: [B, T], [B, S] int32.
+    scale: factor of the scores, as a rule 1 / sqrt(H).
+    window: how many positions back a query sees, itself included.
+    soft_cap: bounds the scores to (-soft_cap, soft_cap) by tanh (Gemma 2, arXiv:2408.00118).
+    aligned: promises that queries and keys are the same tokens in order and that positions increase inside a segment
+        (training), so that blocks of keys after the query are skipped. The backward pass needs "context", the name
+        under which the output and its logsumexp can be saved by a remat policy.
+    Returns: [B, T, N, H].
+    """
+    batch, length, num_query_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    if num_query_heads % num_kv_heads:
+        raise ValueError(f"{num_query_heads} query heads cannot share {num_kv_heads} key heads evenly")
+    if (query_segment_ids is None) != (key_segment_ids is None):
+        raise ValueError("give query_segment_ids and key_segment_ids both or neither")
+    options = _Options(float(scale), window, soft_cap)
+    grouped = query.reshape(batch, length, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
+    if aligned:
+        # The index already tells before from after, so positions matter to a window only.
+        tokens = _Tokens(query_positions if window is not None else None, query_segment_ids)
+        context = _blockwise_attention(options, grouped, key, value, tokens)
+    else:
+        query_tokens = _Tokens(query_positions, query_segment_ids)
+        key_tokens = _Tokens(key_positions, key_segment_ids)
+        context = _plain_attention(options, grouped, key, value, query_tokens, key_tokens)
+    return context.reshape(query.shape)
+
+
+def _plain_attention(
+    options: _Options,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_tokens: _Tokens,
+    key_tokens: _Tokens,
+) -> jax.Array:
+    """All scores at once: query [B, T, K, G, H] -> [B, T, K, G, H]. For few queries, as in decoding."""
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=jnp.float32)
+    seen = key_tokens.positions[:, None, :] <= query_tokens.positions[:, :, None]
+    if options.window is not None:
+        seen &= query_tokens.positions[:, :, None] - key_tokens.positions[:, None, :] < options.window
+    if query_tokens.segment_ids is not None:
+        seen &= _same_segment(query_tokens.segment_ids, key_tokens.segment_ids)
+    scores = jnp.where(seen[:, None, None], _capped(options, scores), UNSEEN_SCORE)
+    maximum = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LEAST_MAXIMUM))
+    weights = jnp.exp(scores - maximum)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    context = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return context.astype(query.dtype)
+
+
+def _same_segment(query_segment_ids: jax.Array, key_segment_ids: jax.Array) -> jax.Array:
+    """[B, T], [B, S] -> [B, T, S] bool; padding (segment 0) matches nothing."""
+    query_segment_ids = jnp.where(query_segment_ids == 0, -1, query_segment_ids)
+    return query_segment_ids[:, :, None] == key_segment_ids[:, None, :]
+
+
+def _capped(options: _Options, scores: jax.Array) -> jax.Array:
+    """Scale raw scores and bound them by the soft cap."""
+    scores = scores * options.scale
+    return scores if options.soft_cap is None else options.soft_cap * jnp.tanh(scores / options.soft_cap)
+
+
+class _Block(NamedTuple):
+    """Queries [start, stop) of one row attend to keys [first_key, stop)."""
+
+    start: int
+    stop: int
+    first_key: int
+
+
+def _blocks(length: int, window: int | None) -> Iterator[_Block]:
+    """Cut the queries into blocks and give each the range of keys that any of its queries may see."""
+    size = max(QUERY_BLOCK, -(-length // (MAX_BLOCKS * QUERY_BLOCK)) * QUERY_BLOCK)
+    for start in range(0, length, size):
+        first_key = 0 if window is None else max(0, start - window + 1)
+        yield _Block(start, min(start + size, length), first_key)
+
+
+def _block_scores(
+    options: _Options, block: _Block, query: jax.Array, key: jax.Array, tokens: _Tokens
+) -> tuple[jax.Array, jax.Array]:
+    """Scores of one block: query [B, K, G, T, H], key [B, K, S, H] -> (masked, unmasked), [B, K, G, T, S] float32."""
+    raw = jnp.einsum("BKGTH,BKSH->BKGTS", query, key, preferred_element_type=jnp.float32)
+    scores = _capped(options, raw)
+    query_range, key_range = slice(block.start, block.stop), slice(block.first_key, block.stop)
+    shape = (block.stop - block.start, block.stop - block.first_key)
+    seen = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + block.start
+    seen = (seen >= jax.lax.broadcasted_iota(jnp.int32, shape, 1) + block.first_key)[None]
+    if options.window is not None:
+        distance = tokens.positions[:, query_range, None] - tokens.positions[:, None, key_range]
+        seen = seen & (distance < options.window)
+    if tokens.segment_ids is not None:
+        seen = seen & _same_segment(tokens.segment_ids[:, query_range], tokens.segment_ids[:, key_range])
+    return jnp.where(seen[:, None, None], scores, UNSEEN_SCORE), scores
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise_attention(
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, tokens: _Tokens
+) -> jax.Array:
+    """Block by block over the queries: query [B, T, K, G, H], key and value [B, T, K, H] -> [B, T, K, G, H]."""
+    return _blockwise_forward(options, query, key, value, tokens)[0]
+
+
+def _blockwise_forward(
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, tokens: _Tokens
+) -> tuple[jax.Array, tuple]:
+    """The output, and what the backward pass needs: the inputs, the output and the logsumexp [B, K, G, T] float32."""
+    query_heads, key_heads, value_heads = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    contexts, normalizers = [], []
+    for block in _blocks(query.shape[1], options.window):
+        key_range = slice(block.first_key, block.stop)
+        scores, _ = _block_scores(
+            options, block, query_heads[..., block.start : block.stop, :], key_heads[:, :, key_range], tokens
+        )
+        maximum = jnp.maximum(jnp.max(scores, axis=-1), LEAST_MAXIMUM)
+        weights = jnp.exp(scores - maximum[..., None])
+        total = jnp.sum(weights, axis=-1)
+        total = jnp.where(total == 0.0, 1.0, total)
+        context = jnp.einsum(
+            "BKGTS,BKSH->BKGTH",
+            weights.astype(value.dtype),
+            value_heads[:, :, key_range],
+            preferred_element_type=jnp.float32,
+        )
+        contexts.append((context / total[..., None]).astype(query.dtype))
+        normalizers.append(maximum + jnp.log(total))
+    context = jnp.concatenate(contexts, axis=3).transpose(0, 3, 1, 2, 4)
+    # Named here, inside the rule, because a policy that saved only the output would still compute all scores again.
+    context = checkpoint_name(context, "context")
+    normalizer = checkpoint_name(jnp.concatenate(normalizers, axis=3), "context")
+    return context, (query, key, value, tokens, context, normalizer)
+
+
+def _blockwise_backward(
+    options: _Options, residuals: tuple, context_gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Gradients of query, key and value; probabilities come again from the logsumexp (FlashAttention, 2205.14135)."""
+    query, key, value, tokens, context, normalizer = residuals
+    query_heads, key_heads, value_heads = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    output_gradient = context_gradient.transpose(0, 2, 3, 1, 4)
+    # Row sums of probability times its gradient.
+    product = context_gradient.astype(jnp.float32) * context.astype(jnp.float32)
+    mean_gradient = jnp.sum(product, axis=-1).transpose(0, 2, 3, 1)
+    query_gradients = []
+    key_gradient = jnp.zeros(key_heads.shape, jnp.float32)
+    value_gradient = jnp.zeros(value_heads.shape, jnp.float32)
+    for block in _blocks(query.shape[1], options.window):
+        query_range, key_range = slice(block.start, block.stop), slice(block.first_key, block.stop)
+        block_query, block_gradient = query_heads[..., query_range, :], output_gradient[..., query_range, :]
+        block_key, block_value = key_heads[:, :, key_range], value_heads[:, :, key_range]
+        scores, unmasked = _block_scores(options, block, block_query, block_key, tokens)
+        weights = jnp.exp(scores - normalizer[..., query_range, None])
+        weights_gradient = jnp.einsum(
+            "BKGTH,BKSH->BKGTS", block_gradient, block_value, preferred_element_type=jnp.float32
+        )
+        scores_gradient = weights * (weights_gradient - mean_gradient[..., query_range, None]) * options.scale
+        if options.soft_cap is not None:
+            scores_gradient = scores_gradient * (1.0 - (unmasked / options.soft_cap) ** 2)
+        scores_gradient = scores_gradient.astype(query.dtype)
+        accumulate = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        query_gradients.append(accumulate("BKGTS,BKSH->BKGTH", scores_gradient, block_key))
+        key_part = accumulate("BKGTS,BKGTH->BKSH", scores_gradient, block_query)
+        value_part = accumulate("BKGTS,BKGTH->BKSH", weights.astype(value.dtype), block_gradient)
+        key_gradient = key_gradient.at[:, :, key_range].add(key_part)
+        value_gradient = value_gradient.at[:, :, key_range].add(value_part)
+    query_gradient = jnp.concatenate(query_gradients, axis=3).transpose(0, 3, 1, 2, 4).astype(query.dtype)
+    key_gradient = key_gradient.swapaxes(1, 2).astype(key.dtype)
+    return query_gradient, key_gradient, value_gradient.swapaxes(1, 2).astype(value.dtype), None
+
+
+_blockwise_attention.defvjp(_blockwise_forward, _blockwise_backward)

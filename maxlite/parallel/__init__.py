@@ -1,0 +1,1 @@
+"""Meshes of devices, and which axis of a tensor lies along which of them."""

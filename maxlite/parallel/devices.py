@@ -1,0 +1,65 @@
+"""The devices of a run: those of the machine, or fake ones on its CPU."""
+
+from pathlib import Path
+
+import jax
+
+from maxlite.config.schema import RunConfig
+from maxlite.errors import ConfigError
+
+
+def prepare_jax(run: RunConfig) -> None:
+    """Turns on the compile cache and asks for `cpu_devices` fake devices; to be called before jax makes an array.
+
+    In a process whose devices exist already (a test, a notebook), `run_devices` takes the first ones instead.
+    """
+    if run.jax_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(run.jax_cache_dir).expanduser()))
+        # jax's own defaults leave small programs out; a run's start is made of small programs.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if run.cpu_devices and not _backends_exist():
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+
+
+def run_devices(run: RunConfig) -> list[jax.Device]:
+    """Returns the devices of the run.
+
+    Raises:
+        ConfigError: this process has fewer than `cpu_devices`.
+    """
+    if not run.cpu_devices:
+        return jax.devices()
+    devices = jax.devices("cpu")
+    if len(devices) < run.cpu_devices:
+        raise ConfigError(
+            f"cpu_devices={run.cpu_devices}, but this process already runs with {len(devices)} CPU devices; "
+            "start a new one, without xla_force_host_platform_device_count in XLA_FLAGS."
+        )
+    return devices[: run.cpu_devices]
+
+
+def device_memory_bytes(devices: list[jax.Device]) -> int | None:
+    """Returns the memory that one device can use now, or None where neither it nor the system says.
+
+    Fake CPU devices share what the host has available.
+    """
+    stats = devices[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    memory_info = Path("/proc/meminfo")
+    if devices[0].platform != "cpu" or not memory_info.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in memory_info.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024 // len(devices)
+
+
+def _backends_exist() -> bool:
+    # jax refuses to change the number of CPU devices once they exist, and has no public question for it.
+    from_now = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", from_now)
+    except RuntimeError:
+        return True
+    return False

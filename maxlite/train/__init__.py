@@ -1,0 +1,1 @@
+"""Training: optimizer, state, the compiled step, evaluation and the loop."""

@@ -1,0 +1,25 @@
+"""Writes the step's programs into the run directory, for people who want to read them."""
+
+from pathlib import Path
+
+from maxlite.checkpoint.run_directory import RunDirectory
+from maxlite.config.schema import MetricsConfig
+from maxlite.train.setup import Setup
+
+
+def dump_programs(metrics: MetricsConfig, setup: Setup, directory: RunDirectory) -> None:
+    """Writes `jaxpr/train_step.txt` and `hlo/train_step.txt` (before and after XLA's passes) as the keys ask."""
+    if not (metrics.dump_hlo or metrics.dump_jaxpr):
+        return
+    traced = setup.train_step.trace(setup.abstract, setup.abstract_batch)
+    if metrics.dump_jaxpr:
+        _write(directory.jaxpr / "train_step.txt", str(traced.jaxpr))
+    if metrics.dump_hlo:
+        lowered = traced.lower()
+        _write(directory.hlo / "train_step.before_optimizations.txt", lowered.as_text())
+        _write(directory.hlo / "train_step.txt", lowered.compile().as_text() or "")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

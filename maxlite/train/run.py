@@ -1,0 +1,176 @@
+"""The train command: set up, restore or begin, loop, save."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlite.checkpoint.manager import Checkpointer
+from maxlite.checkpoint.restore import restore_parameters
+from maxlite.checkpoint.run_directory import RunDirectory, check_same_model
+from maxlite.config.load import dump_config, load_config
+from maxlite.config.schema import Config
+from maxlite.data.pipeline import Dataset, build_dataset
+from maxlite.errors import OutOfMemoryError, PreemptedError
+from maxlite.metrics.flops import train_step_flops
+from maxlite.metrics.out_of_memory import is_out_of_memory, out_of_memory_advice
+from maxlite.metrics.peak import peak_tflops
+from maxlite.metrics.progress import Progress
+from maxlite.metrics.rates import StepWork
+from maxlite.metrics.writers import MetricsWriter
+from maxlite.parallel.devices import prepare_jax
+from maxlite.parallel.sharding import use_mesh
+from maxlite.train.loop import Loop
+from maxlite.train.program import dump_programs
+from maxlite.train.setup import Setup, build_setup, describe_mesh
+from maxlite.train.state import TrainState, fresh_state, init_state
+
+DATA_FINGERPRINT = "fingerprint"
+DATA_POSITION = "position"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a finished run hands on.
+
+    steps_done: steps done in all; params: the parameters after them.
+    """
+
+    run_directory: Path
+    setup: Setup
+    dataset: Dataset
+    params: Any
+    steps_done: int
+
+
+def run_train(config: Config) -> TrainResult:
+    """Trains as `config` says, resuming the run directory if it holds a checkpoint.
+
+    Raises:
+        MaxliteError: its children say what went wrong; PreemptedError after a stop signal, when the run has saved.
+    """
+    prepare_jax(config.run)
+    try:
+        setup = build_setup(config)
+        with use_mesh(setup.mesh, config.parallel.logical_axis_rules):
+            return _run(config, setup)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
+            raise
+        sections = (config.compute, config.data, config.train, config.parallel, config.optimizer)
+        raise OutOfMemoryError(out_of_memory_advice(str(error) or "the host's memory", *sections)) from error
+
+
+def run_name(config: Config) -> str:
+    """Returns the folder name of the run: run_name, or the model's name."""
+    return config.run.run_name or Path(config.run.model).stem
+
+
+def _run(config: Config, setup: Setup) -> TrainResult:
+    directory = RunDirectory(config.run.base_output_directory, run_name(config))
+    with directory.lock(), Progress(config.train.steps, 0) as progress:
+        changed = _check_saved_config(config, directory)
+        dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
+        for line in (*_start_lines(config, setup, directory), dataset.summary, *changed):
+            progress.line(line)
+        checkpointer = Checkpointer(directory.path, config.checkpoint)
+        state, start = _first_state(config, setup, dataset, checkpointer, progress)
+        if start >= config.train.steps:
+            progress.line(
+                f"Nothing to do: step {start} is reached already and steps={config.train.steps}. "
+                f"To go on, give more: steps={2 * start}; to begin anew, another run_name."
+            )
+            return TrainResult(directory.path, setup, dataset, state.params, start)
+        directory.write_config(dump_config(config))
+        work = _step_work(config, setup)
+        with MetricsWriter(directory.path, config.metrics, start) as writer:
+            writer.describe_run(start, dump_config(config), setup.model.num_parameters)
+            dump_programs(config.metrics, setup, directory)
+            loop = Loop(config, setup, dataset, progress=progress, writer=writer, work=work, run=directory.path)
+            save = _saving(checkpointer, dataset) if config.checkpoint.enable_checkpointing else None
+            try:
+                state, done, stopped = loop.run(state, start, save)
+            finally:
+                checkpointer.close()
+        if stopped is not None:
+            saved = f"saved step {done}" if save else "saved nothing (enable_checkpointing=false)"
+            raise PreemptedError(f"{stopped}: {saved}; run the same command again to go on.")
+        return TrainResult(directory.path, setup, dataset, state.params, done)
+
+
+def _saving(checkpointer: Checkpointer, dataset: Dataset) -> Any:
+    def save(steps_done: int, state: TrainState) -> None:
+        if checkpointer.current_step != steps_done:
+            position = {DATA_POSITION: dataset.train.state(), DATA_FINGERPRINT: dataset.fingerprint}
+            checkpointer.save(steps_done, state, position)
+
+    return save
+
+
+def _first_state(
+    config: Config, setup: Setup, dataset: Dataset, checkpointer: Checkpointer, progress: Progress
+) -> tuple[TrainState, int]:
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
+    for skipped in checkpointer.skipped_steps:
+        progress.line(f"Skipped a save that never ended: {skipped}")
+    latest = checkpointer.latest_step() if config.checkpoint.enable_checkpointing else None
+    if latest is not None:
+        state, data_state = checkpointer.restore(latest, setup.abstract)
+        if data_state[DATA_FINGERPRINT] != dataset.fingerprint:
+            progress.line(
+                "Warning: the data or the keys that order it have changed since this run saved; "
+                "rows may repeat or be left out."
+            )
+        dataset.train.restore(data_state[DATA_POSITION])
+        progress.line(f"Resumed at step {latest}")
+        return state, latest
+    path = config.checkpoint.load_parameters_path
+    if path is not None:
+        params = restore_parameters(path, setup.abstract.params)
+        progress.line(f"Parameters from {path}; optimizer and data begin anew")
+        fresh = jax.jit(lambda params: fresh_state(params, setup.optimizer), out_shardings=shardings, donate_argnums=0)
+        return fresh(params), 0
+    key = jax.random.key(config.run.init_weights_seed)
+    start = jax.jit(lambda key: init_state(setup.model, setup.optimizer, key), out_shardings=shardings)
+    return start(key), 0
+
+
+def _check_saved_config(config: Config, directory: RunDirectory) -> list[str]:
+    if not directory.config_path.is_file():
+        return []
+    saved = load_config(str(directory.config_path), environment={})
+    differing = check_same_model(saved.flat(), config.flat(), directory.path)
+    if not differing:
+        return []
+    shown = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in sorted(differing.items()))
+    return [f"Changed since this run's last start: {shown}"]
+
+
+def _step_work(config: Config, setup: Setup) -> StepWork:
+    length = config.data.max_target_length
+    return StepWork(
+        step_flops=train_step_flops(config.model, setup.rows, length).total,
+        padded_tokens=setup.rows * length,
+        num_devices=len(setup.devices),
+        peak_tflops=peak_tflops(
+            config.metrics.peak_tflops_per_device, setup.devices[0], setup.model.compute.dtype
+        ),
+    )
+
+
+def _start_lines(config: Config, setup: Setup, directory: RunDirectory) -> list[str]:
+    compute, model = setup.model.compute, setup.model
+    flops = train_step_flops(config.model, setup.rows, config.data.max_target_length)
+    attention = flops.attention_flops / flops.total
+    automatic = " (auto)" if config.compute.dtype == "auto" else ""
+    return [
+        f"Run: {directory.path}, model {config.run.model}, {setup.rows} rows of {config.data.max_target_length} tokens "
+        f"a step, {config.train.steps} steps",
+        f"Num_devices: {len(setup.devices)}, shape {tuple(setup.mesh.shape.values())}: {describe_mesh(setup.mesh)} "
+        f"on {setup.devices[0].device_kind}",
+        f"number parameters: {model.num_parameters / 1e9:.3f} billion ({model.num_parameters:,}), "
+        f"dtype {compute.dtype}{automatic}, weights {compute.weight_dtype}, remat_policy {compute.remat_policy}",
+        f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
+        f"and {attention:.1%} attention flops",
+    ]

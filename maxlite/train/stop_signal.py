@@ -1,0 +1,36 @@
+"""SIGTERM and Ctrl-C end a run at a step's end, so that it can save first."""
+
+import signal
+import types
+from typing import Self
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Notes the first signal; a second one acts as it would without this class."""
+
+    def __init__(self) -> None:
+        """Nothing is caught before the `with` block begins."""
+        self.received: str | None = None
+        self._earlier: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> Self:
+        """Begins to listen."""
+        for number in _SIGNALS:
+            self._earlier[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the handlers back."""
+        self._restore()
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        del frame
+        self.received = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+        self._earlier.clear()

@@ -1,0 +1,67 @@
+import pytest
+
+from maxlite.config.schema import ModelConfig
+from maxlite.metrics.flops import attention_pairs, matmul_parameters, train_step_flops
+
+P49 = {
+    "emb_dim": 64,
+    "mlp_dim": 128,
+    "num_decoder_layers": 2,
+    "num_query_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_published_count(section, tied):
+    flops = train_step_flops(section(ModelConfig, **P49, logits_via_embedding=tied), rows=2, length=32)
+
+    assert (flops.weight_flops, flops.attention_flops) == (34_603_008, 1_572_864)
+    assert flops.total == 36_175_872
+
+
+def test_matmul_parameters_of_llama3_8b(section):
+    # 8,030,261,248 parameters are published; the embedding's rows and 65 norms of 4096 are not multiplied.
+    model = section(
+        ModelConfig,
+        emb_dim=4096,
+        mlp_dim=14336,
+        num_decoder_layers=32,
+        num_query_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+
+    assert matmul_parameters(model) == 8_030_261_248 - 128256 * 4096 - 65 * 4096
+
+
+def weighed_pairs(length: int, window: int) -> float:
+    """Counts pairs one by one: whole where the key is strictly inside what is seen, half on its two borders."""
+    weights = {0: 0.5, window: 0.5} | {distance: 1.0 for distance in range(1, window)}
+    return sum(weights.get(query - key, 0.0) for query in range(length) for key in range(length))
+
+
+@pytest.mark.parametrize(("length", "window"), [(8, 1), (8, 3), (8, 7), (8, 8), (8, 20), (33, 16)])
+def test_pairs_of_a_window_counted_one_by_one(length, window):
+    assert attention_pairs(length, window) == weighed_pairs(length, window)
+
+
+def test_pairs_of_full_attention_are_half_of_the_square():
+    assert attention_pairs(8, None) == 32 == weighed_pairs(8, 8)
+
+
+def test_local_layers_count_their_window(section):
+    changes = P49 | {"num_decoder_layers": 3, "attention_pattern": ("local", "full"), "sliding_window_size": 8}
+    flops = train_step_flops(section(ModelConfig, **changes), rows=2, length=32)
+
+    pairs = 2 * weighed_pairs(32, 8) + weighed_pairs(32, 32)  # layers: local, full, local
+    assert flops.attention_flops == 12 * 4 * 16 * 2 * pairs
+
+
+def test_work_grows_with_rows(section):
+    model = section(ModelConfig, **P49)
+
+    assert train_step_flops(model, rows=6, length=32).total == 3 * 36_175_872
