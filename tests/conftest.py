@@ -18,7 +18,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 _CACHE = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    # Eight fake devices; and programs that run for a moment are better compiled fast than compiled well.
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -111,3 +112,9 @@ def tiny_config() -> Callable[..., Config]:
 def run_maxlite() -> Callable[..., Finished]:
     """run_maxlite(arguments, cwd, env): runs the command line and returns code, stdout, stderr."""
     return start_maxlite
+
+
+@pytest.fixture(scope="session")
+def process_environment() -> dict[str, str]:
+    """The environment that `run_maxlite` gives its processes, for tests that start one themselves."""
+    return clean_environment()

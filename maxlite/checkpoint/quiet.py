@@ -3,13 +3,20 @@
 import functools
 import logging
 import sys
+import warnings
 from pathlib import Path
 
 
-@functools.cache
 def quiet_orbax() -> None:
-    """Drops the log lines of orbax, and the tracebacks of the writes that it leaves behind when a save fails."""
+    """Drops the log lines of orbax, and what the writes that a failed save leaves behind complain of."""
+    warnings.filterwarnings("ignore", message=r"coroutine '.*async_serialize.*' was never awaited")
+    _hook_reports()
+
+
+@functools.cache
+def _hook_reports() -> None:
     logging.getLogger("absl").addFilter(_is_not_of_orbax)
+    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
     report = sys.unraisablehook
 
     def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -21,4 +28,5 @@ def quiet_orbax() -> None:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in Path(record.pathname).parts
+    # asyncio's complaint of a task whose error nobody fetched names the file that the task is from.
+    return "orbax" not in Path(record.pathname).parts and "/orbax/checkpoint/" not in record.getMessage()

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from maxlite.config.schema import Key, LogicalAxisRules
+from maxlite.config.yaml_file import refuse_unsafe
 
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")
 # Counts and sizes end up in 32-bit integers; only a key with a `maximum` of its own may be larger.
@@ -98,10 +99,7 @@ def _parse_str(raw: Any) -> str:
 
 def _parse_list(raw: Any) -> tuple[str, ...]:
     if isinstance(raw, str) and raw.strip().startswith("["):
-        try:
-            raw = yaml.safe_load(raw)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError("not a list like [a, b]") from error
+        raw = _parse_flow(raw, "[a, b]")
     if isinstance(raw, str):
         raw = [part.strip() for part in raw.split(",")]
     if not isinstance(raw, list) or not all(isinstance(item, str) and item for item in raw):
@@ -109,12 +107,17 @@ def _parse_list(raw: Any) -> tuple[str, ...]:
     return tuple(raw)
 
 
+def _parse_flow(text: str, example: str) -> Any:
+    try:
+        refuse_unsafe(text, "value")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"not a list like {example}") from error
+
+
 def _parse_rules(raw: Any) -> LogicalAxisRules:
     if isinstance(raw, str):
-        try:
-            raw = yaml.safe_load(raw)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError("not a list like [[embed, [fsdp]]]") from error
+        raw = _parse_flow(raw, "[[embed, [fsdp]]]")
     rows = []
     for row in raw if isinstance(raw, list) else [None]:
         if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str)):

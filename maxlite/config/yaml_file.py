@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from maxlite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
+MAX_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read_yaml(path: Path, label: str) -> tuple[dict[str, Entry], list[str]]:
     """
     text = _read_text(path, label)
     try:
-        _refuse_aliases(text, label)
+        refuse_unsafe(text, label)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return {}, []
@@ -46,8 +47,6 @@ def read_yaml(path: Path, label: str) -> tuple[dict[str, Entry], list[str]]:
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except ConfigError:
         raise
-    except RecursionError as error:
-        raise ConfigError(f"{label}: nested too deeply; a value is a word, a number or a short list.") from error
     except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(f"{label}: not valid YAML: {' '.join(str(error).split())}") from error
     assert isinstance(values, dict)
@@ -71,12 +70,18 @@ def _read_text(path: Path, label: str) -> str:
         raise ConfigError(f"{label}: cannot be read as YAML text: {error}") from error
 
 
-def _refuse_aliases(text: str, label: str) -> None:
+def refuse_unsafe(text: str, label: str) -> None:
+    """Raises ConfigError at the first alias, tag or level too many; one event at a time, so a bomb stays small."""
+    depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = f"{label}:{event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent):
-            raise ConfigError(f"{label}:{event.start_mark.line + 1}: YAML aliases (*name) are not supported.")
+            raise ConfigError(f"{where}: YAML aliases (*name) are not supported.")
         if getattr(event, "tag", None) is not None:
-            raise ConfigError(f"{label}:{event.start_mark.line + 1}: YAML tags ({event.tag}) are not supported.")
+            raise ConfigError(f"{where}: YAML tags ({event.tag}) are not supported.")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{where}: nested too deeply; a value is a word, a number or a short list.")
 
 
 def _key_nodes(root: yaml.MappingNode, label: str) -> tuple[dict[str, tuple[yaml.Node, yaml.Node]], list[str]]:

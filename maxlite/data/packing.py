@@ -33,7 +33,6 @@ def pack_rows(windows: grain.MapDataset, row_length: int, seed: int | None) -> g
         length_struct={WINDOW: row_length},
         num_packing_bins=1 if seed is None else NUM_OPEN_ROWS,
         seed=0 if seed is None else seed,
-        shuffle_bins=seed is not None,
     )
     return packed.map(
         lambda packed_row: Row(

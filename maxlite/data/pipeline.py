@@ -5,8 +5,9 @@ import dataclasses
 import functools
 import hashlib
 import json
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grain
@@ -18,8 +19,7 @@ from maxlite.data.packing import pack_rows, pad_rows, stack_rows
 from maxlite.data.sources import SOURCES, Corpus, WindowSource
 from maxlite.data.tokenizer import ByteTokenizer
 
-# One thread makes these while a step runs; the position stays that of the batch handed out last.
-NUM_PREFETCHED_BATCHES = 2
+NUM_BATCHES_AHEAD = 2
 # The keys that decide which rows there are and in what order.
 ORDER_KEYS = (
     "dataset_type",
@@ -33,7 +33,7 @@ ORDER_KEYS = (
 )
 
 
-class TrainIterator:
+class EpochIterator:
     """Endless or num_epoch passes over the training rows; each pass ends with its last partial batch filled.
 
     A pass is a pipeline of its own, so the first of two is the same as an only one.
@@ -43,13 +43,9 @@ class TrainIterator:
         """Starts at the first batch of pass 0; `build_epoch(n)` is the dataset of batches of pass n."""
         self._build_epoch = build_epoch
         self._num_epoch = num_epoch
-        self._opened: list[grain.DatasetIterator] = []
-        # At exit too the thread must end before modules go, or the interpreter complains: grain's iterator
-        # ends it when nothing refers to it any more, so only this list does.
-        weakref.finalize(self, self._opened.clear)
         self._open_epoch(0)
 
-    def __iter__(self) -> "TrainIterator":
+    def __iter__(self) -> "EpochIterator":
         """Returns itself."""
         return self
 
@@ -57,7 +53,7 @@ class TrainIterator:
         """Returns the next Batch of [B, T]; raises StopIteration after num_epoch passes."""
         while True:
             try:
-                return next(self._opened[0])
+                return next(self._batches)
             except StopIteration:
                 if self._num_epoch is not None and self._epoch + 1 >= self._num_epoch:
                     raise
@@ -65,16 +61,60 @@ class TrainIterator:
 
     def state(self) -> dict[str, Any]:
         """Returns the position behind the last batch handed out, small and fit for JSON."""
-        return {"epoch": self._epoch, "position": copy.deepcopy(self._opened[0].get_state())}
+        return {"epoch": self._epoch, "position": copy.deepcopy(self._batches.get_state())}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to a position that `state` gave, so that the next batch is the one that followed it."""
+        """Goes to a position that `state` gave."""
         self._open_epoch(state["epoch"])
-        self._opened[0].set_state(state["position"])
+        self._batches.set_state(state["position"])
 
     def _open_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._opened[:] = [iter(self._build_epoch(epoch))]
+        self._batches = iter(self._build_epoch(epoch))
+
+
+class TrainIterator:
+    """The training batches, made by one thread while a step runs.
+
+    grain's own prefetching thread is not used: its iterator joins that thread when it is collected, which
+    fails where the collector happens to run in that thread.
+    """
+
+    def __init__(self, epochs: EpochIterator) -> None:
+        """Reads nothing before the first batch is asked for; from then on only its thread touches `epochs`."""
+        self._epochs = epochs
+        self._state = epochs.state()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._ahead: deque[Future[tuple[Batch | None, dict[str, Any]]]] = deque()
+
+    def __iter__(self) -> "TrainIterator":
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Returns the next Batch of [B, T]; raises StopIteration after num_epoch passes.
+
+        Raises DataError if a file changed or vanished.
+        """
+        while len(self._ahead) <= NUM_BATCHES_AHEAD:
+            self._ahead.append(self._executor.submit(self._make_batch))
+        batch, self._state = self._ahead.popleft().result()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position behind the last batch handed out, small and fit for JSON."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to a position that `state` gave, so that the next batch is the one that followed it."""
+        self._ahead.clear()
+        self._executor.submit(self._epochs.restore, state).result()
+        self._state = state
+
+    def _make_batch(self) -> tuple[Batch | None, dict[str, Any]]:
+        return next(self._epochs, None), self._epochs.state()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +153,14 @@ def build_dataset(data: DataConfig, *, vocab_size: int, batch_size: int) -> Data
         return rows.batch(batch_size, batch_fn=functools.partial(stack_rows, batch_size=batch_size))
 
     def build_epoch(epoch: int) -> grain.IterDataset:
-        batches = build_pass(corpus.train, _epoch_seed(data.data_shuffle_seed, epoch) if shuffled else None)
-        return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=NUM_PREFETCHED_BATCHES)
+        return build_pass(corpus.train, _epoch_seed(data.data_shuffle_seed, epoch) if shuffled else None)
 
     def eval_batches() -> Iterator[Batch]:
         assert corpus.held_out is not None
         return iter(build_pass(corpus.held_out, data.data_shuffle_seed if shuffled else None))
 
     return Dataset(
-        train=TrainIterator(build_epoch, data.num_epoch),
+        train=TrainIterator(EpochIterator(build_epoch, data.num_epoch)),
         eval_batches=eval_batches if corpus.held_out is not None else None,
         tokenizer=corpus.tokenizer,
         summary=corpus.summary,

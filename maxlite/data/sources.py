@@ -134,8 +134,8 @@ def open_text(data: DataConfig, vocab_size: int) -> Corpus:
     else:
         held_out_documents = find_documents(data.eval_dataset_path, "eval_dataset_path")
         train_part, held_out_part = documents.found, held_out_documents.found
-    train = _build_text_source(train_part, data, "dataset_path")
-    held_out = _build_text_source(held_out_part, data, "eval_dataset_path") if held_out_part else None
+    train = _build_text_source(train_part, data, "training")
+    held_out = _build_text_source(held_out_part, data, "held-out") if held_out_part else None
     return Corpus(
         train=train,
         held_out=held_out,
@@ -172,11 +172,11 @@ SOURCES: dict[str, Callable[[DataConfig, int], Corpus]] = {
 }
 
 
-def _build_text_source(documents: tuple[Document, ...], data: DataConfig, key: str) -> TextSource:
+def _build_text_source(documents: tuple[Document, ...], data: DataConfig, part: str) -> TextSource:
     source = TextSource(documents, data)
     if len(source) == 0:
         raise DataError(
-            f"{key}: none of the {len(documents)} documents, the first {documents[0].path}, has a token that follows "
+            f"None of the {len(documents)} {part} documents, the first {documents[0].path}, has a token that follows "
             "another. Give longer documents, or set add_bos or add_eos."
         )
     return source

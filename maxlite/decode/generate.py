@@ -8,22 +8,19 @@ is never seen. Several tokens are drawn in one call of the step program, by a lo
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from maxlite.config.schema import LogicalAxisRules
 from maxlite.decode.sampling import Sampler
 from maxlite.model.build import Model, Params
 from maxlite.nn.cache import Cache
-from maxlite.parallel.sharding import partition_spec, use_mesh
 
-# The most tokens that one call of the step program draws.
-MAX_TOKENS_A_CALL = 32
+# The most tokens that one call of the step program draws: a call costs, and text comes in such pieces.
+MAX_TOKENS_A_CALL = 8
 # Prompts are padded to a multiple of the first, so that prompts of nearby lengths share a compiled program, and
 # run through the model so many tokens at a time, so that attention scores of a long prompt never exist at once.
 PROMPT_MULTIPLE = 16
@@ -78,18 +75,23 @@ class Generator:
         """Compiles; `params` are unstacked. To run on a mesh, make and use it inside `use_mesh`."""
         self.params, self.shape, self.speed = params, shape, Speed()
         started = time.perf_counter()
-        placed = _state_shardings(model, shape)
         integers = jax.ShapeDtypeStruct((shape.rows,), jnp.int32)
         prompts = jax.ShapeDtypeStruct((shape.rows, shape.prompt_length), jnp.int32)
-        prefill = functools.partial(_prefill, model, sampler, tuple(end_ids), shape)
-        prefill.__name__ = "prefill"
-        lowered = jax.jit(prefill, out_shardings=placed).lower(params, prompts, integers, integers)
-        self._prefill = lowered.compile()
-        step = functools.partial(_step, model, sampler, tuple(end_ids))
-        step.__name__ = "step"
-        state = lowered.out_info if placed is None else jax.tree.map(_with_sharding, lowered.out_info, placed)
-        compiled = jax.jit(step, donate_argnums=1, out_shardings=(placed, None))
-        self._step = compiled.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        self._prefill = (
+            jax.jit(_named(_prefill, "prefill", model, sampler, tuple(end_ids), shape))
+            .lower(params, prompts, integers, integers)
+            .compile()
+        )
+        # The state comes back placed as it went in, or its next call would not fit the program.
+        placed = self._prefill.output_shardings
+        state = jax.tree.map(_with_sharding, self._prefill.out_info, placed)
+        self._step = (
+            jax.jit(
+                _named(_step, "step", model, sampler, tuple(end_ids)), donate_argnums=1, out_shardings=(placed, None)
+            )
+            .lower(params, state, jax.ShapeDtypeStruct((), jnp.int32))
+            .compile()
+        )
         self.speed.compile_seconds = time.perf_counter() - started
 
     def stream(self, prompts: Sequence[Sequence[int]], first_row: int = 0) -> Iterator[np.ndarray]:
@@ -125,6 +127,17 @@ class Generator:
             tokens[row, : len(ids)] = ids
             lengths[row] = len(ids)
         return tokens, lengths
+
+
+def _named(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any]:
+    """Fixes the first arguments; the name is what jax calls the program in its log and in profiles."""
+    bound = functools.partial(function, *arguments)
+    bound.__name__ = name  # type: ignore[attr-defined]
+    return bound
+
+
+def _with_sharding(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
 
 
 def _prefill(

@@ -17,7 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file such as base.yml, or a run directory.")]
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file such as base.yml, or a run directory.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any key of base.yml.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Only JSON on standard output.")]
 
@@ -42,9 +44,7 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
 
 
 @app.command("config")
-def show_config(
-    config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False
-) -> None:
+def show_config(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
     """Print the resolved config, each value with its source; `config diff A B` compares two."""
     from maxlite.launcher import show
 

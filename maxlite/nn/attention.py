@@ -71,5 +71,6 @@ class Attention(nnx.Module):
             window=self.window,
             aligned=cache is None,
         )
-        attended = checkpoint_name(constrain(attended, "batch", "length", "activation_heads", None), "context")
+        # No name here: ops/attention names the context inside its rule, and a second name would save it twice.
+        attended = constrain(attended, "batch", "length", "activation_heads", None)
         return checkpoint_name(self.out(attended), "out_proj"), cache

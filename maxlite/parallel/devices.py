@@ -1,5 +1,6 @@
 """The devices of a run: those of the machine, or fake ones on its CPU."""
 
+import contextlib
 from pathlib import Path
 
 import jax
@@ -18,9 +19,11 @@ def prepare_jax(run: RunConfig) -> None:
         # jax's own defaults leave small programs out; a run's start is made of small programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if run.cpu_devices and not _backends_exist():
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+    if run.cpu_devices:
+        # Refused by jax once devices exist, and there is no public question for that; run_devices then counts them.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+            jax.config.update("jax_platforms", "cpu")
 
 
 def run_devices(run: RunConfig) -> list[jax.Device]:
@@ -53,13 +56,3 @@ def device_memory_bytes(devices: list[jax.Device]) -> int | None:
         return None
     fields = dict(line.split(":", 1) for line in memory_info.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024 // len(devices)
-
-
-def _backends_exist() -> bool:
-    # jax refuses to change the number of CPU devices once they exist, and has no public question for it.
-    from_now = jax.config.jax_num_cpu_devices
-    try:
-        jax.config.update("jax_num_cpu_devices", from_now)
-    except RuntimeError:
-        return True
-    return False

@@ -101,9 +101,7 @@ class Loop:
     def _is_due(period: int, done: int) -> bool:
         return period > 0 and done % period == 0
 
-    def _step(
-        self, state: TrainState, step: int, batch: object, waited: float, watch: RecompileWatch
-    ) -> TrainState:
+    def _step(self, state: TrainState, step: int, batch: object, waited: float, watch: RecompileWatch) -> TrainState:
         arguments = {"state": state, "batch": batch}
         self.profiler.before_step(step)
         state, metrics = self.setup.train_step(state, batch)

@@ -12,7 +12,7 @@ from maxlite.checkpoint.run_directory import RunDirectory, check_same_model
 from maxlite.config.load import dump_config, load_config
 from maxlite.config.schema import Config
 from maxlite.data.pipeline import Dataset, build_dataset
-from maxlite.errors import OutOfMemoryError, PreemptedError
+from maxlite.errors import DataError, OutOfMemoryError, PreemptedError
 from maxlite.metrics.flops import train_step_flops
 from maxlite.metrics.out_of_memory import is_out_of_memory, out_of_memory_advice
 from maxlite.metrics.peak import peak_tflops
@@ -118,9 +118,10 @@ def _first_state(
     if latest is not None:
         state, data_state = checkpointer.restore(latest, setup.abstract)
         if data_state[DATA_FINGERPRINT] != dataset.fingerprint:
-            progress.line(
-                "Warning: the data or the keys that order it have changed since this run saved; "
-                "rows may repeat or be left out."
+            raise DataError(
+                "The data, or a key that orders it, has changed since this run saved, so its position in the data "
+                "means nothing now. Set it back to go on exactly, or begin anew from the run's parameters: another "
+                "run_name and load_parameters_path."
             )
         dataset.train.restore(data_state[DATA_POSITION])
         progress.line(f"Resumed at step {latest}")
@@ -153,9 +154,7 @@ def _step_work(config: Config, setup: Setup) -> StepWork:
         step_flops=train_step_flops(config.model, setup.rows, length).total,
         padded_tokens=setup.rows * length,
         num_devices=len(setup.devices),
-        peak_tflops=peak_tflops(
-            config.metrics.peak_tflops_per_device, setup.devices[0], setup.model.compute.dtype
-        ),
+        peak_tflops=peak_tflops(config.metrics.peak_tflops_per_device, setup.devices[0], setup.model.compute.dtype),
     )
 
 

@@ -76,7 +76,7 @@ def build_train_step(
         weight = jnp.sum(batch.loss_mask)
         scale = 1.0 / jnp.maximum(weight, 1.0)
         sums, gradients = _gradients(loss, state.params, batch, scale, micro_batches)
-        raw_norm = optax.global_norm(gradients)
+        raw_norm = optax.tree.norm(gradients)
         norm = raw_norm if threshold == 0 else jnp.minimum(raw_norm, threshold)
         # A norm of 0 leaves nothing to scale; NaN and inf go through, to be seen in the loss.
         gradients = jax.tree.map(lambda g: g * (norm / jnp.where(raw_norm == 0, 1.0, raw_norm)), gradients)
@@ -90,7 +90,7 @@ def build_train_step(
             "total_weights": weight,
             "raw_grad_norm": raw_norm,
             "grad_norm": norm,
-            "param_norm": optax.global_norm(params),
+            "param_norm": optax.tree.norm(params),
             "current_learning_rate": schedule(state.step),
         }
         return TrainState(state.step + 1, params, opt_state), metrics

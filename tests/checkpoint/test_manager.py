@@ -1,3 +1,4 @@
+import gc
 import resource
 import shutil
 from collections import namedtuple
@@ -222,6 +223,8 @@ def test_a_failed_background_save_is_an_error(saved, run, states, small_files_on
     assert "saving step 8" in message and str(run) in message and "newest complete checkpoint is 6" in message
     assert "File too large" in message or "OUT_OF_RANGE" in message
     checkpointer.close()
+    del caught
+    gc.collect()
     assert Checkpointer(run, states.config()).restore(6, states.abstract(saved, states.mesh(fsdp=8)))
     assert capfd.readouterr() == ("", "")
 

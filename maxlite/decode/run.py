@@ -1,0 +1,210 @@
+"""The decode command: prompts and a trained model in, text or JSON out."""
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlite.checkpoint.restore import restore_parameters
+from maxlite.config.schema import Config, LogicalAxisRules
+from maxlite.decode.generate import NOTHING, BatchShape, Generator, Speed, padded_length
+from maxlite.decode.logits import check_writable, write_logits
+from maxlite.decode.output import Continuation, JsonWriter, TextWriter
+from maxlite.decode.prompts import Prompt, build_tokenizer, read_prompts
+from maxlite.decode.sampling import build_sampler
+from maxlite.errors import ConfigError, OutOfMemoryError
+from maxlite.metrics.out_of_memory import is_out_of_memory
+from maxlite.model.build import Model, Params, build_model, resolve_dtype
+from maxlite.parallel.devices import prepare_jax, run_devices
+from maxlite.parallel.mesh import build_mesh
+from maxlite.parallel.sharding import partition_spec, use_mesh
+
+EOS, LENGTH = "eos", "length"
+# Sources of a value that was given to this very command.
+_GIVEN = ("command line", "environment")
+
+
+def run_decode(config: Config, source: str, *, json_output: bool) -> None:
+    """Continues the prompts of `config` with the parameters of `source` and prints what comes.
+
+    source: a run directory, or the YAML file of a config whose load_parameters_path says where parameters are.
+
+    Raises:
+        ConfigError, DataError: a key or a prompt that can't be used, before anything is compiled.
+        CheckpointError: there are no parameters, or they are another model's.
+        OutOfMemoryError: what to make smaller.
+    """
+    prompts = config_prompts(config)
+    path = parameters_path(config, source)
+    prepare_jax(config.run)
+    with _memory_errors():
+        mesh = build_mesh(config.parallel, run_devices(config.run))
+        model = _build_decode_model(config)
+        params = jax.jit(model.unstack)(_restore(config, path, model, mesh))
+        notes = sys.stderr if json_output else sys.stdout
+        if config.decode.logits_path is not None:
+            with use_mesh(mesh, _rules_for_rows(config, mesh, 1)):
+                write_logits(config.decode.logits_path, model, params, prompts)
+            print(f"Logits of {len(prompts)} prompts: {config.decode.logits_path}", file=notes)
+        writer = (JsonWriter if json_output else TextWriter)(sys.stdout, build_tokenizer(config.data))
+        _, speed = continue_prompts(config, mesh, model, params, prompts, writer.update)
+        if speed is not None:
+            print(describe_speed(speed), file=notes)
+
+
+def sample_text(config: Config, mesh: Mesh, model: Model, params: Params) -> str | None:
+    """Returns the config's first prompt with its continuation by a model in memory; None without a tokenizer.
+
+    params: as training holds them, stacked.
+    """
+    tokenizer = build_tokenizer(config.data)
+    if tokenizer is None:
+        return None
+    prompt = config_prompts(config)[:1]
+    rows, _ = continue_prompts(config, mesh, model, jax.jit(model.unstack)(params), prompt, lambda rows: None)
+    return f"{prompt[0].text}{tokenizer.decode(rows[0].ids)}"
+
+
+def config_prompts(config: Config) -> list[Prompt]:
+    """Returns the prompts of `config`, each of which fits with its new tokens.
+
+    Raises:
+        ConfigError, DataError: as read_prompts, or a prompt does not fit: with all the numbers.
+    """
+    if config.decode.logits_path is not None:
+        check_writable(config.decode.logits_path)
+    prompts = read_prompts(
+        config.decode,
+        build_tokenizer(config.data),
+        add_bos=config.data.add_bos,
+        vocab_size=config.model.vocab_size,
+    )
+    # max_target_length is the row of training, and only who gives it to decode means the cache.
+    given = config.sources["max_target_length"].startswith(_GIVEN)
+    name = "max_target_length" if given else "max_position_embeddings"
+    limit = config.data.max_target_length if given else config.model.max_position_embeddings
+    longest = max(range(len(prompts)), key=lambda index: len(prompts[index].ids))
+    length, new = len(prompts[longest].ids), config.decode.max_new_tokens
+    if length + new > limit:
+        which = f"prompt {longest + 1} has" if len(prompts) > 1 else "the prompt has"
+        room = f"max_new_tokens={limit - length}" if length <= limit else f"a prompt of at most {limit} tokens"
+        larger = f" or {name}={length + new}" if given else ""
+        raise ConfigError(
+            f"{which} {length} tokens, and with max_new_tokens={new} that makes {length + new}, but {name}={limit}; "
+            f"give {room}{larger}."
+        )
+    return prompts
+
+
+def parameters_path(config: Config, source: str) -> str:
+    """Returns where the parameters are: load_parameters_path if it was given to this command, else the run itself.
+
+    Raises:
+        ConfigError: the source is a YAML file without load_parameters_path.
+    """
+    path = config.checkpoint.load_parameters_path
+    # In a run's saved config the key says what training began from, not what it became.
+    if Path(source).is_dir() and not config.sources["load_parameters_path"].startswith(_GIVEN):
+        return source
+    if path is None:
+        raise ConfigError(
+            f"{source} is a config without parameters; give a run directory instead, or load_parameters_path=RUN."
+        )
+    return path
+
+
+def continue_prompts(
+    config: Config,
+    mesh: Mesh,
+    model: Model,
+    params: Params,
+    prompts: Sequence[Prompt],
+    show: Callable[[Sequence[Continuation]], None],
+) -> tuple[list[Continuation], Speed | None]:
+    """Draws the new tokens of all prompts, per_device_batch_size rows a device at a time.
+
+    params: unstacked. show: called with all continuations whenever some have grown.
+    Returns: the continuations, and the speed unless max_new_tokens=0.
+    """
+    rows = [Continuation(prompt) for prompt in prompts]
+    if config.decode.max_new_tokens == 0:
+        rows = [dataclasses.replace(row, finish_reason=LENGTH) for row in rows]
+        show(rows)
+        return rows, None
+    tokenizer = build_tokenizer(config.data)
+    end_ids = () if config.decode.ignore_eos or tokenizer is None else (tokenizer.eos_id,)
+    length = padded_length(max(len(prompt.ids) for prompt in prompts))
+    num_rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
+    shape = BatchShape(num_rows, length, config.decode.max_new_tokens)
+    with use_mesh(mesh, _rules_for_rows(config, mesh, num_rows)):
+        generator = Generator(model, params, build_sampler(config.decode), end_ids, shape)
+        for first in range(0, len(rows), num_rows):
+            batch = rows[first : first + num_rows]
+            for drawn in generator.stream([row.prompt.ids for row in batch], first):
+                _grow(batch, drawn, config.decode.max_new_tokens)
+                show(rows)
+    return rows, generator.speed
+
+
+def describe_speed(speed: Speed) -> str:
+    """Returns one line: tokens per second of prefill and decode over all rows, and what compiling took."""
+    prefill = f"prefill: {speed.prefill_tokens} tokens, {speed.prefill_tokens / speed.prefill_seconds:,.0f} tokens/s"
+    decode = f"decode: {speed.decode_tokens} tokens"
+    if speed.decode_tokens:
+        decode += f", {speed.decode_tokens / speed.decode_seconds:,.1f} tokens/s"
+    return f"{prefill}; {decode}; compiling: {speed.compile_seconds:.1f} s"
+
+
+def _grow(batch: Sequence[Continuation], drawn: np.ndarray, max_new_tokens: int) -> None:
+    for row, tokens in zip(batch, drawn, strict=False):
+        if row.finish_reason is None:
+            row.ids.extend(tokens[tokens != NOTHING].tolist())
+            if (tokens == NOTHING).any():
+                row.finish_reason = EOS
+            elif len(row.ids) == max_new_tokens:
+                row.finish_reason = LENGTH
+
+
+def _build_decode_model(config: Config) -> Model:
+    # Weights are cast once, when they are read, and not again for every token.
+    dtype = resolve_dtype(config.compute.dtype)
+    return build_model(config.model, dataclasses.replace(config.compute, dtype=dtype, weight_dtype=dtype))
+
+
+def _restore(config: Config, path: str, model: Model, mesh: Mesh) -> Params:
+    shardings = model.shardings(mesh, config.parallel.logical_axis_rules)
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.abstract_params,
+        shardings,
+    )
+    return restore_parameters(path, abstract)
+
+
+def _rules_for_rows(config: Config, mesh: Mesh, num_rows: int) -> LogicalAxisRules:
+    """Rows that their mesh axes do not divide are copied to all devices instead."""
+    rules = config.parallel.logical_axis_rules
+    entry = (*partition_spec(("batch",), rules), None)[0]
+    axes = (entry,) if isinstance(entry, str) else (entry or ())
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    return rules if num_rows % parts == 0 else (("batch", ()), *rules)
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
+            raise
+        reason = (str(error).strip() or "the host's memory").splitlines()[0][:300]
+        raise OutOfMemoryError(
+            f"out of memory: {reason}\nWhat helps: fewer rows at once (per_device_batch_size=1), a smaller "
+            "max_new_tokens, dtype=bfloat16, or more devices (ici_fsdp_parallelism=-1, ici_tensor_parallelism=)."
+        ) from error

@@ -1,0 +1,26 @@
+"""What the train command says last: a sample of the model's text, and the commands that go on from here."""
+
+import os
+from pathlib import Path
+
+from maxlite.config.schema import Config
+from maxlite.decode.run import sample_text
+from maxlite.train.run import TrainResult
+
+
+def print_sample(config: Config, result: TrainResult) -> None:
+    """Prints a continuation of `prompt` by the trained model, if its data is text, and what to do next."""
+    text = sample_text(config, result.setup.mesh, result.setup.model, result.params)
+    if text is not None:
+        print(f"Sample ({config.decode.decode_sampling_strategy}):\n{text}")
+    run = _short(result.run_directory)
+    if config.checkpoint.enable_checkpointing:
+        prompt = f' prompt="{config.decode.prompt}"' if text is not None else " prompt_ids=1,2,3"
+        print(f"Go on: maxlite decode {run}{prompt}")
+        print(f"       maxlite train {run} steps={2 * result.steps_done}")
+    print(f"       tensorboard --logdir {run}/tensorboard")
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+
+from maxlite.config.load import load_config, model_names
+from maxlite.config.schema import KEYS
+from maxlite.config.smoke import smoke_overrides
+
+SWITCHES = (
+    "mlp_activation", "attention_pattern", "mlp_pattern", "normalization_layer_epsilon", "logits_via_embedding",
+    "rope_type", "rope_max_timescale", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
+    "original_max_position_embeddings", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["default", *model_names()])
+def test_smoke_keeps_the_family_and_shrinks_the_sizes(name):
+    full = load_config("base.yml", [f"model={name}"], {}).model
+    config = load_config("base.yml", [f"model={name}", "smoke=true"], {})
+    small = config.model
+    for switch in SWITCHES:
+        assert getattr(small, switch) == getattr(full, switch), switch
+    assert (small.num_query_heads > small.num_kv_heads) == (full.num_query_heads > full.num_kv_heads)
+    assert small.emb_dim <= 64 and small.num_decoder_layers <= 4 and config.data.max_target_length <= 64
+    assert config.sources["emb_dim"] == "smoke=true"
+
+
+@pytest.mark.parametrize("name", ["default", *model_names()])
+def test_smoke_sizes_divide_by_eight(name):
+    model = load_config("base.yml", [f"model={name}", "smoke=true"], {}).model
+    for size in ("vocab_size", "emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads"):
+        assert getattr(model, size) % 8 == 0, size
+
+
+def test_one_kv_head_and_a_window_stay(tiny_config):
+    value = tiny_config("num_kv_heads=1", "attention_pattern=local,local,full", "sliding_window_size=32",
+                        "num_decoder_layers=7").flat()  # fmt: skip
+    shrunk = smoke_overrides(value)
+    assert (shrunk["num_kv_heads"], shrunk["num_query_heads"]) == (1, 16)
+    assert shrunk["sliding_window_size"] < shrunk["max_target_length"]
+    assert shrunk["num_decoder_layers"] == math.lcm(3, 1)
+    assert shrunk.keys() <= KEYS.keys()
+
+
+def test_what_is_given_on_the_command_line_wins_over_smoke():
+    config = load_config("base.yml", ["model=llama3-8b", "smoke=true", "emb_dim=48"], {"MAXLITE_MLP_DIM": "72"})
+    assert (config.model.emb_dim, config.model.mlp_dim, config.model.num_decoder_layers) == (48, 72, 2)
+    assert config.sources["emb_dim"] == "command line" and config.sources["mlp_dim"] == "environment MAXLITE_MLP_DIM"

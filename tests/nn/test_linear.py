@@ -1,0 +1,31 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.nn.linear import Linear
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "x_shape", "fan_in"),
+    [
+        ("BTD,DF->BTF", (6, 10), (2, 3, 6), 6),
+        ("BTD,DNH->BTNH", (6, 4, 8), (2, 3, 6), 6),
+        ("BTNH,NHD->BTD", (40, 8, 60), (2, 3, 40, 8), 320),
+    ],
+)
+def test_the_equation_is_what_it_does(equation, shape, x_shape, fan_in, tiny_config, rngs):
+    axes = tuple("axis" for _ in shape)
+    linear = Linear(equation, shape, axes, tiny_config().compute, rngs=rngs)
+    kernel = np.asarray(linear.kernel[...], np.float64)
+    x = np.random.default_rng(0).normal(size=x_shape)
+    expected = np.einsum(equation, x, kernel)
+    np.testing.assert_allclose(linear(jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
+    assert np.abs(kernel).max() <= 2 / np.sqrt(fan_in) / 0.8796
+    if kernel.size > 1000:
+        assert kernel.std() * np.sqrt(fan_in) == pytest.approx(1, abs=0.02)
+
+
+def test_the_product_is_in_the_compute_dtype(tiny_config, rngs):
+    linear = Linear("BTD,DF->BTF", (4, 4), ("embed", "mlp"), tiny_config("dtype=bfloat16").compute, rngs=rngs)
+    assert linear.kernel[...].dtype == jnp.float32
+    assert linear(jnp.ones((1, 1, 4))).dtype == jnp.bfloat16

@@ -1,0 +1,97 @@
+import itertools
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from maxlite.errors import ConfigError
+from maxlite.parallel.mesh import build_mesh, resolve_degrees
+
+
+def parallel_of(tiny_config, **degrees):
+    return tiny_config(*(f"{name}_parallelism={degree}" for name, degree in degrees.items())).parallel
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape"),
+    [
+        ({}, (1, 8, 1)),
+        ({"ici_fsdp": -1}, (1, 8, 1)),
+        ({"ici_fsdp": 2, "ici_tensor": 4}, (1, 2, 4)),
+        ({"ici_fsdp": 2, "ici_tensor": -1}, (1, 2, 4)),
+        ({"ici_data": -1, "ici_fsdp": 2, "ici_tensor": 2}, (2, 2, 2)),
+        ({"dcn_data": -1, "ici_fsdp": 8}, (1, 8, 1)),
+        ({"dcn_data": 1, "dcn_fsdp": -1, "ici_fsdp": 8}, (1, 8, 1)),
+        ({"dcn_data": 1, "ici_fsdp": 8}, (1, 8, 1)),
+    ],
+)
+def test_degrees_fill_eight_devices(tiny_config, degrees, shape):
+    mesh = build_mesh(parallel_of(tiny_config, **degrees), jax.devices()[:8])
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert tuple(mesh.shape.values()) == shape
+    assert set(mesh.devices.flat) == set(jax.devices()[:8])
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_one_device_needs_no_thought(tiny_config):
+    assert build_mesh(parallel_of(tiny_config), jax.devices()[:1]).size == 1
+
+
+def test_degrees_that_do_not_divide_name_devices_product_and_axes(tiny_config):
+    with pytest.raises(ConfigError) as caught:
+        build_mesh(parallel_of(tiny_config, ici_fsdp=3), jax.devices()[:8])
+    message = str(caught.value)
+    for part in ("ici_data_parallelism=1", "ici_fsdp_parallelism=3", "ici_tensor_parallelism=1", "multiply to 3",
+                 "is not the 8 devices", "cpu_devices=3", "smoke=true"):  # fmt: skip
+        assert part in message, message
+    assert "\n" not in message
+
+
+def test_a_free_degree_that_cannot_be_filled(tiny_config):
+    with pytest.raises(
+        ConfigError, match=r"ici_fsdp_parallelism=-1.* multiply to 3, which does not divide the 8 devices"
+    ):
+        build_mesh(parallel_of(tiny_config, ici_tensor=3), jax.devices()[:8])
+
+
+def test_slices_that_are_not_there(tiny_config):
+    with pytest.raises(ConfigError, match=r"dcn_data_parallelism=2.* multiply to 2, which is not the 1 slices"):
+        build_mesh(parallel_of(tiny_config, dcn_data=2, ici_fsdp=4), jax.devices()[:8])
+
+
+def fake_devices(num_slices: int, per_slice: int) -> list[SimpleNamespace]:
+    """As a TPU pod lists them, slice by slice."""
+    return [
+        SimpleNamespace(
+            id=slice_index * per_slice + n, slice_index=slice_index, process_index=slice_index, platform="cpu",
+            device_kind="fake", coords=None,
+        )
+        for slice_index, n in itertools.product(range(num_slices), range(per_slice))
+    ]  # fmt: skip
+
+
+def test_slices_lie_along_the_axis_with_the_dcn_degree(tiny_config, monkeypatch):
+    made = {}
+
+    def record(array, names, *, axis_types):
+        made["array"] = array
+        return SimpleNamespace(shape=dict(zip(names, array.shape, strict=True)))
+
+    monkeypatch.setattr("maxlite.parallel.mesh.Mesh", record)
+    mesh = build_mesh(parallel_of(tiny_config, dcn_data=-1, ici_fsdp=2, ici_tensor=2), fake_devices(2, 4))
+    assert mesh.shape == {"data": 2, "fsdp": 2, "tensor": 2}
+    slices = np.vectorize(lambda device: device.slice_index)(made["array"])
+    assert (slices == np.arange(2).reshape(2, 1, 1)).all()
+
+    build_mesh(parallel_of(tiny_config, dcn_data=1, dcn_fsdp=2, ici_data=2, ici_fsdp=2), fake_devices(2, 4))
+    slices = np.vectorize(lambda device: device.slice_index)(made["array"])
+    assert slices.shape == (2, 4, 1)
+    # Between slices only every second step along fsdp: the inner part of the axis stays within one.
+    assert (slices[:, :, 0] == [0, 0, 1, 1]).all()
+
+
+def test_degrees_of_a_level(tiny_config):
+    assert resolve_degrees(parallel_of(tiny_config, dcn_data=-1), "dcn", 4) == (4, 1, 1)
+    assert resolve_degrees(parallel_of(tiny_config, ici_tensor=2), "ici", 8) == (1, 4, 2)
