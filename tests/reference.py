@@ -1,11 +1,15 @@
-"""A trained model from elsewhere, mapped by hand, and what another program says about it."""
+"""Models from elsewhere, mapped by hand, and what another program says about them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
+
+from maxlite.config.layers import layer_groups, layer_places
+from maxlite.config.schema import ModelConfig
 
 STORIES = Path(__file__).parent / "assets" / "stories260K"
 STORIES_KEYS = (
@@ -64,3 +68,51 @@ def stories_logits() -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids [T], logits [T, 512]) of the first prompts, by transformers."""
     with np.load(STORIES / "golden_logits_fp32.npz") as file:
         return [(file[f"ids_{index}"], file[f"logits_{index}"]) for index in range(3)]
+
+
+def params_from_hugging_face(tensors: Mapping[str, np.ndarray], model: ModelConfig) -> dict[str, Any]:
+    """Parameters of any Hugging Face Llama, by its tensor names; a missing or left-over tensor is an error."""
+    left = dict(tensors)
+    dim, width = model.emb_dim, model.head_dim
+    groups = layer_groups(model)
+    stacked: dict[str, Any] = {}
+    for layer, place in enumerate(layer_places(groups)):
+
+        def matrix(name: str, prefix: str = f"model.layers.{layer}.") -> np.ndarray:
+            return np.asarray(left.pop(f"{prefix}{name}.weight")).T
+
+        block = {
+            "attention_norm": {"scale": matrix("input_layernorm")},
+            "attention": {
+                "query": {"kernel": matrix("self_attn.q_proj").reshape(dim, -1, width)},
+                "key": {"kernel": matrix("self_attn.k_proj").reshape(dim, -1, width)},
+                "value": {"kernel": matrix("self_attn.v_proj").reshape(dim, -1, width)},
+                "out": {"kernel": matrix("self_attn.o_proj").reshape(-1, width, dim)},
+            },
+            "mlp_norm": {"scale": matrix("post_attention_layernorm")},
+            "mlp": {name: {"kernel": matrix(f"mlp.{name}_proj")} for name in ("gate", "up", "down")},
+        }
+        blocks = stacked.setdefault(f"group_{place.group}", {}).setdefault("layers", {})
+        _append(blocks.setdefault(f"block_{place.position}", {}), block)
+    params = _stack(stacked)
+    params["embedding"] = {"table": np.asarray(left.pop("model.embed_tokens.weight"))}
+    params["final_norm"] = {"scale": np.asarray(left.pop("model.norm.weight"))}
+    if not model.logits_via_embedding:
+        params["output"] = {"kernel": np.asarray(left.pop("lm_head.weight")).T}
+    else:
+        left.pop("lm_head.weight", None)
+    if left:
+        raise ValueError(f"tensors left over: {sorted(left)}")
+    return params
+
+
+def _append(lists: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            _append(lists.setdefault(name, {}), value)
+        else:
+            lists.setdefault(name, []).append(value)
+
+
+def _stack(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: _stack(value) if isinstance(value, dict) else np.stack(value) for name, value in tree.items()}

@@ -19,6 +19,7 @@ from maxlite.errors import ConfigError
 ENVIRONMENT_PREFIX = "MAXLITE_"
 DEFAULT_MODEL = "default"
 SHOWN_LETTERS = 80
+FREE_TEXT = frozenset({"prompt"})
 RESOLVED_HEADER = "# Resolved by maxlite: complete, so model YAMLs are not read again."
 MODEL_KEYS = frozenset(name for name, key in KEYS.items() if key.section == "model")
 # Names that people bring from MaxText, and what they are called here.
@@ -129,8 +130,8 @@ class _Loading:
         for name, entry in entries.items():
             if name not in KEYS:
                 self.problems.append(f"{entry.source}: unknown key {name}{suggestion(name)}")
-            elif "${" in str(entry.value):
-                # Refused everywhere, because a resolved config is itself read as YAML again.
+            elif "${" in str(entry.value) and name not in FREE_TEXT:
+                # It would stay as it is, and who wrote it hoped for something else.
                 self.problems.append(f"{entry.source}: {name} holds ${{...}}, which is not supported; write the value.")
         return {name: entry for name, entry in entries.items() if name in KEYS}
 

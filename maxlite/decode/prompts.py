@@ -34,8 +34,11 @@ class _Reading:
                 f"{self.where}: the prompt is text, but a model of dataset_type=synthetic has no tokenizer; "
                 "give token ids, for example prompt_ids=5,9,33."
             )
-        marks = [self.tokenizer.bos_id] if self.add_bos else []
-        return Prompt(text, self._checked([*marks, *self.tokenizer.encode(text)]))
+        try:
+            ids = self.tokenizer.encode(text)
+        except DataError as error:
+            raise self.error(f"{self.where}: {error}") from error
+        return Prompt(text, self._checked([self.tokenizer.bos_id, *ids] if self.add_bos else ids))
 
     def from_ids(self, ids: list[Any]) -> Prompt:
         wrong = next((token for token in ids if not isinstance(token, int) or isinstance(token, bool)), None)

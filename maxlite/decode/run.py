@@ -92,11 +92,11 @@ def config_prompts(config: Config) -> list[Prompt]:
     longest = max(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     length, new = len(prompts[longest].ids), config.decode.max_new_tokens
     if length + new > limit:
-        which = f"prompt {longest + 1} has" if len(prompts) > 1 else "the prompt has"
+        which = f"prompt {longest + 1}" if len(prompts) > 1 else "the prompt"
         room = f"max_new_tokens={limit - length}" if length <= limit else f"a prompt of at most {limit} tokens"
         larger = f" or {name}={length + new}" if given else ""
         raise ConfigError(
-            f"{which} {length} tokens, and with max_new_tokens={new} that makes {length + new}, but {name}={limit}; "
+            f"{which} does not fit: {length} tokens and max_new_tokens={new} make {length + new}, but {name}={limit}; "
             f"give {room}{larger}."
         )
     return prompts

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from maxlite.config.load import load_config
 from maxlite.errors import MaxliteError
 
 app = typer.Typer(
@@ -15,8 +14,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: with rich's panels it takes twice as long to appear.
+    rich_markup_mode=None,
 )
 
+# `--steps=5` reaches the config, whose message says how to write it.
+KEYS_WITH_DASHES = {"ignore_unknown_options": True}
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file such as base.yml, or a run directory.")
 ]
@@ -24,9 +27,11 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 JsonOption = Annotated[bool, typer.Option("--json", help="Only JSON on standard output.")]
 
 
-@app.command()
+@app.command(context_settings=KEYS_WITH_DASHES)
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train; the same command again resumes."""
+    from maxlite.config.load import load_config
+
     resolved = load_config(config, overrides or [])
     from maxlite.launcher.sample import print_sample
     from maxlite.train.run import run_train
@@ -34,18 +39,21 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     print_sample(resolved, run_train(resolved))
 
 
-@app.command()
+@app.command(context_settings=KEYS_WITH_DASHES)
 def decode(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
     """Continue prompts from a run directory, or from base.yml with load_parameters_path=."""
+    from maxlite.config.load import load_config
+
     resolved = load_config(config, overrides or [])
     from maxlite.decode.run import run_decode
 
     run_decode(resolved, config, json_output=json_output)
 
 
-@app.command("config")
+@app.command("config", context_settings=KEYS_WITH_DASHES)
 def show_config(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
     """Print the resolved config, each value with its source; `config diff A B` compares two."""
+    from maxlite.config.load import load_config
     from maxlite.launcher import show
 
     if config == "diff":

@@ -4,12 +4,11 @@ import dataclasses
 import json
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from maxlite.config.load import load_config, model_names
 from maxlite.errors import ConfigError
 from maxlite.model.build import build_model
+
+_ROW = "{:<16} {:>15} {:>6} {:>7} {:>7} {:>8} {:>7} {:>7} {:>4}"
 
 
 def print_models(json_output: bool) -> None:
@@ -18,20 +17,21 @@ def print_models(json_output: bool) -> None:
     if json_output:
         print(json.dumps(rows))
         return
-    table = Table("model", "parameters", "layers", "emb_dim", "heads", "head_dim", "mlp_dim", "vocab", "tied", box=None)
+    print(_ROW.format("model", "parameters", "layers", "emb_dim", "heads", "head_dim", "mlp_dim", "vocab", "tied"))
     for row in rows:
-        table.add_row(
-            row["model"],
-            f"{row['num_parameters']:,}",
-            str(row["num_decoder_layers"]),
-            str(row["emb_dim"]),
-            f"{row['num_query_heads']}/{row['num_kv_heads']}",
-            str(row["head_dim"]),
-            str(row["mlp_dim"]),
-            str(row["vocab_size"]),
-            "yes" if row["logits_via_embedding"] else "no",
+        print(
+            _ROW.format(
+                row["model"],
+                f"{row['num_parameters']:,}",
+                row["num_decoder_layers"],
+                row["emb_dim"],
+                f"{row['num_query_heads']}/{row['num_kv_heads']}",
+                row["head_dim"],
+                row["mlp_dim"],
+                row["vocab_size"],
+                "yes" if row["logits_via_embedding"] else "no",
+            )
         )
-    Console(soft_wrap=True).print(table)
 
 
 def print_model(action: str, name: str | None, overrides: list[str], json_output: bool) -> None:

@@ -27,7 +27,7 @@ class _Options(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Positions [B, T] (needed with a window) and segments [B, T] (needed with packing or padding) of one row's tokens."""
+    """Positions [B, T] (a window needs them) and segments [B, T] (packing and padding need them) of the tokens."""
 
     positions: jax.Array | None
     segment_ids: jax.Array | None
@@ -203,8 +203,10 @@ def _blockwise_backward(
     product = context_gradient.astype(jnp.float32) * context.astype(jnp.float32)
     mean_gradient = jnp.sum(product, axis=-1).transpose(0, 2, 3, 1)
     query_gradients = []
-    key_gradient = jnp.zeros(key_heads.shape, jnp.float32)
-    value_gradient = jnp.zeros(value_heads.shape, jnp.float32)
+    # Kept as [B, K, H, S], and the queries come first in their einsums: a matmul transposes its first operand here, and
+    # transposing the few features of the queries costs less than transposing the probabilities.
+    key_gradient = jnp.zeros((*key_heads.shape[:2], key.shape[3], key.shape[1]), jnp.float32)
+    value_gradient = jnp.zeros((*value_heads.shape[:2], value.shape[3], value.shape[1]), jnp.float32)
     for block in _blocks(query.shape[1], options.window):
         query_range, key_range = slice(block.start, block.stop), slice(block.first_key, block.stop)
         block_query, block_gradient = query_heads[..., query_range, :], output_gradient[..., query_range, :]
@@ -220,13 +222,13 @@ def _blockwise_backward(
         scores_gradient = scores_gradient.astype(query.dtype)
         accumulate = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         query_gradients.append(accumulate("BKGTS,BKSH->BKGTH", scores_gradient, block_key))
-        key_part = accumulate("BKGTS,BKGTH->BKSH", scores_gradient, block_query)
-        value_part = accumulate("BKGTS,BKGTH->BKSH", weights.astype(value.dtype), block_gradient)
-        key_gradient = key_gradient.at[:, :, key_range].add(key_part)
-        value_gradient = value_gradient.at[:, :, key_range].add(value_part)
+        key_part = accumulate("BKGTH,BKGTS->BKHS", block_query, scores_gradient)
+        value_part = accumulate("BKGTH,BKGTS->BKHS", block_gradient, weights.astype(value.dtype))
+        key_gradient = key_gradient.at[..., key_range].add(key_part)
+        value_gradient = value_gradient.at[..., key_range].add(value_part)
     query_gradient = jnp.concatenate(query_gradients, axis=3).transpose(0, 3, 1, 2, 4).astype(query.dtype)
-    key_gradient = key_gradient.swapaxes(1, 2).astype(key.dtype)
-    return query_gradient, key_gradient, value_gradient.swapaxes(1, 2).astype(value.dtype), None
+    key_gradient = key_gradient.transpose(0, 3, 1, 2).astype(key.dtype)
+    return query_gradient, key_gradient, value_gradient.transpose(0, 3, 1, 2).astype(value.dtype), None
 
 
 _blockwise_attention.defvjp(_blockwise_forward, _blockwise_backward)

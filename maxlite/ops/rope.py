@@ -28,6 +28,7 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
+        """Refuse numbers that have no meaning."""
         if self.kind not in ROPE_SCALING_KINDS:
             raise ValueError(f"rope scaling kind {self.kind!r} is not one of {', '.join(ROPE_SCALING_KINDS)}")
         if self.factor <= 0.0:

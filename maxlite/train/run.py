@@ -13,17 +13,15 @@ from maxlite.config.load import dump_config, load_config
 from maxlite.config.schema import Config
 from maxlite.data.pipeline import Dataset, build_dataset
 from maxlite.errors import DataError, OutOfMemoryError, PreemptedError
-from maxlite.metrics.flops import train_step_flops
 from maxlite.metrics.out_of_memory import is_out_of_memory, out_of_memory_advice
-from maxlite.metrics.peak import peak_tflops
 from maxlite.metrics.progress import Progress
-from maxlite.metrics.rates import StepWork
 from maxlite.metrics.writers import MetricsWriter
 from maxlite.parallel.devices import prepare_jax
 from maxlite.parallel.sharding import use_mesh
 from maxlite.train.loop import Loop
 from maxlite.train.program import dump_programs
-from maxlite.train.setup import Setup, build_setup, describe_mesh
+from maxlite.train.report import Reporter, start_lines
+from maxlite.train.setup import Setup, build_setup
 from maxlite.train.state import TrainState, fresh_state, init_state
 
 DATA_FINGERPRINT = "fingerprint"
@@ -64,7 +62,8 @@ def run_train(config: Config) -> TrainResult:
 
 def run_name(config: Config) -> str:
     """Returns the folder name of the run: run_name, or the model's name."""
-    return config.run.run_name or Path(config.run.model).stem
+    # Not Path.stem, which takes "llama3.1-8b" for a file called llama3.
+    return config.run.run_name or Path(config.run.model).name.removesuffix(".yml").removesuffix(".yaml")
 
 
 def _run(config: Config, setup: Setup) -> TrainResult:
@@ -72,7 +71,7 @@ def _run(config: Config, setup: Setup) -> TrainResult:
     with directory.lock(), Progress(config.train.steps, 0) as progress:
         changed = _check_saved_config(config, directory)
         dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
-        for line in (*_start_lines(config, setup, directory), dataset.summary, *changed):
+        for line in (*start_lines(config, setup, directory.path), dataset.summary, *changed):
             progress.line(line)
         checkpointer = Checkpointer(directory.path, config.checkpoint)
         state, start = _first_state(config, setup, dataset, checkpointer, progress)
@@ -83,11 +82,10 @@ def _run(config: Config, setup: Setup) -> TrainResult:
             )
             return TrainResult(directory.path, setup, dataset, state.params, start)
         directory.write_config(dump_config(config))
-        work = _step_work(config, setup)
         with MetricsWriter(directory.path, config.metrics, start) as writer:
             writer.describe_run(start, dump_config(config), setup.model.num_parameters)
             dump_programs(config.metrics, setup, directory)
-            loop = Loop(config, setup, dataset, progress=progress, writer=writer, work=work, run=directory.path)
+            loop = Loop(config, setup, dataset, Reporter(config, setup, directory.path, progress, writer))
             save = _saving(checkpointer, dataset) if config.checkpoint.enable_checkpointing else None
             try:
                 state, done, stopped = loop.run(state, start, save)
@@ -146,30 +144,3 @@ def _check_saved_config(config: Config, directory: RunDirectory) -> list[str]:
         return []
     shown = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in sorted(differing.items()))
     return [f"Changed since this run's last start: {shown}"]
-
-
-def _step_work(config: Config, setup: Setup) -> StepWork:
-    length = config.data.max_target_length
-    return StepWork(
-        step_flops=train_step_flops(config.model, setup.rows, length).total,
-        padded_tokens=setup.rows * length,
-        num_devices=len(setup.devices),
-        peak_tflops=peak_tflops(config.metrics.peak_tflops_per_device, setup.devices[0], setup.model.compute.dtype),
-    )
-
-
-def _start_lines(config: Config, setup: Setup, directory: RunDirectory) -> list[str]:
-    compute, model = setup.model.compute, setup.model
-    flops = train_step_flops(config.model, setup.rows, config.data.max_target_length)
-    attention = flops.attention_flops / flops.total
-    automatic = " (auto)" if config.compute.dtype == "auto" else ""
-    return [
-        f"Run: {directory.path}, model {config.run.model}, {setup.rows} rows of {config.data.max_target_length} tokens "
-        f"a step, {config.train.steps} steps",
-        f"Num_devices: {len(setup.devices)}, shape {tuple(setup.mesh.shape.values())}: {describe_mesh(setup.mesh)} "
-        f"on {setup.devices[0].device_kind}",
-        f"number parameters: {model.num_parameters / 1e9:.3f} billion ({model.num_parameters:,}), "
-        f"dtype {compute.dtype}{automatic}, weights {compute.weight_dtype}, remat_policy {compute.remat_policy}",
-        f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
-        f"and {attention:.1%} attention flops",
-    ]

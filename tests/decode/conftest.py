@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,23 +19,29 @@ from maxlite.model.build import build_model
 ONE_DEVICE = ("cpu_devices=1", "jax_cache_dir=null")
 
 
-def noisy_params(model, seed=0):
-    """Seeded noise in every parameter, norms around one: logits without ties, and nothing is compiled."""
-    random = np.random.default_rng(seed)
+@pytest.fixture(scope="session")
+def noisy_params() -> Callable[..., Any]:
+    """noisy_params(model): seeded noise in every parameter, norms around one: logits without ties."""
 
-    def fill(path, leaf):
-        return np.asarray(random.normal(size=leaf.shape) * 0.15 + (path[-1].key == "scale"), leaf.dtype)
+    def make(model):
+        random = np.random.default_rng(0)
 
-    return tree_map_with_path(fill, model.abstract_params)
+        def fill(path, leaf):
+            return jnp.asarray(random.normal(size=leaf.shape) * 0.15 + (path[-1].key == "scale"), leaf.dtype)
+
+        return tree_map_with_path(fill, model.abstract_params)
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def make_run(tmp_path_factory) -> Callable[..., Path]:
+def make_run(tmp_path_factory, noisy_params) -> Callable[..., Path]:
     """make_run(config, params): a run directory with one checkpoint; random parameters if none are given."""
 
     def make(config, params=None) -> Path:
         folder = tmp_path_factory.mktemp("run")
         params = noisy_params(build_model(config.model, config.compute)) if params is None else params
+        params = jax.tree.map(jnp.asarray, params)
         (folder / "config.yml").write_text(dump_config(config))
         checkpointer = Checkpointer(folder, config.checkpoint)
         checkpointer.save(1, {"step": jnp.int32(1), "params": params, "opt_state": {}}, {})

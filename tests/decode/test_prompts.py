@@ -75,7 +75,7 @@ def test_key_that_cannot_be_used(read, keys, message):
         ('{"prompt_ids": []}', r"prompts\.txt:1: the prompt is empty"),
         ('{"prompt_ids": [1, 999]}', r"prompts\.txt:1: token id 999 is outside"),
         ('{"prompt_ids": [1, true]}', r"prompts\.txt:1: True is not a token id"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', r"prompts\.txt:1: .*half of a surrogate pair"),
         (b"\xff\xfe", "is not UTF-8 text"),
     ],
 )

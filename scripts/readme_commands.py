@@ -1,0 +1,20 @@
+"""Prints the `maxlite` commands of a README's shell blocks as one script, for CI to run each of them.
+
+A command that trains what no laptop can is marked by a comment line `# needs accelerators` before it; that one is
+checked by resolving its config instead.
+"""
+
+import pathlib
+import re
+import sys
+
+text = pathlib.Path(sys.argv[1]).read_text()
+for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+    on_accelerators = False
+    for line in block.splitlines():
+        if line.startswith("#"):
+            on_accelerators = "needs accelerators" in line
+        elif line.startswith("maxlite "):
+            command = line.split("  #")[0].rstrip()
+            print(command.replace("maxlite train", "maxlite config", 1) + " > /dev/null" if on_accelerators else command)
+            on_accelerators = False

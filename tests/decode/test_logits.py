@@ -1,0 +1,56 @@
+"""The logits file: what is in it, and what is left when it can't be written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.decode.logits import check_writable, write_logits
+from maxlite.decode.prompts import Prompt
+from maxlite.errors import ConfigError
+from maxlite.model.build import build_model
+
+PROMPTS = [Prompt(None, (9, 8, 7)), Prompt(None, (5, 4, 3, 2, 1, 11, 12, 13)), Prompt(None, (1,))]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_config, noisy_params):
+    config = tiny_config()
+    model = build_model(config.model, config.compute)
+    return model, noisy_params(model)
+
+
+def test_holds_the_logits_of_a_plain_forward_pass(tiny, tmp_path):
+    model, params = tiny
+    write_logits(str(tmp_path / "logits.npz"), model, jax.jit(model.unstack)(params), PROMPTS)
+    with np.load(tmp_path / "logits.npz") as file:
+        assert sorted(file) == ["logits_0", "logits_1", "logits_2"]
+        for index, prompt in enumerate(PROMPTS):
+            tokens = jnp.array([prompt.ids])
+            hidden = model.apply(params, tokens, jnp.arange(tokens.shape[1])[None]).hidden
+            found = file[f"logits_{index}"]
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, model.logits(params, hidden)[0], atol=2e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["logits.npz"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tiny, tmp_path, monkeypatch):
+    model, params = tiny
+    path = tmp_path / "logits.npz"
+    path.write_text("old")
+
+    def no_space(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", no_space)
+    with pytest.raises(ConfigError, match="can't be written: No space left on device"):
+        write_logits(str(path), model, model.unstack(params), PROMPTS)
+    assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["logits.npz"]
+
+
+def test_a_folder_that_is_not_there_is_noticed_first(tmp_path):
+    with pytest.raises(ConfigError, match="is not there or can't be written"):
+        check_writable(str(tmp_path / "missing" / "logits.npz"))
+    with pytest.raises(ConfigError, match="is a folder"):
+        check_writable(str(tmp_path))

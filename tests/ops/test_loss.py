@@ -1,0 +1,110 @@
+"""Chunked cross entropy: values and gradients against a float64 reference, and which matmuls the program holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.ops.loss import chunked_cross_entropy
+
+BATCH, LENGTH, DIM, VOCAB = 2, 10, 8, 50
+
+
+def problem(dtype: jnp.dtype = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    generator = np.random.default_rng(0)
+    x = jnp.asarray(generator.normal(size=(BATCH, LENGTH, DIM)), dtype)
+    unembedding = jnp.asarray(generator.normal(size=(DIM, VOCAB)), dtype)
+    targets = jnp.asarray(generator.integers(0, VOCAB, (BATCH, LENGTH)), jnp.int32)
+    weights = generator.random((BATCH, LENGTH))
+    weights[0, -3:] = 0.0
+    return x, unembedding, targets, jnp.asarray(weights, jnp.float32)
+
+
+def reference(logits, targets, weights, multiplier: float = 0.0, soft_cap: float | None = None):
+    """(loss, z_loss) and the gradient of their sum for the logits, in float64."""
+    raw = np.asarray(logits, np.float64)
+    weights = np.asarray(weights, np.float64)
+    capped = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
+    largest = capped.max(-1, keepdims=True)
+    exponentials = np.exp(capped - largest)
+    normalizer = (np.log(exponentials.sum(-1, keepdims=True)) + largest)[..., 0]
+    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    one_hot = np.eye(raw.shape[-1])[np.asarray(targets)]
+    loss = (weights * (normalizer - (capped * one_hot).sum(-1))).sum()
+    z_loss = multiplier * (weights * normalizer**2).sum()
+    gradient = weights[..., None] * (probabilities * (1 + 2 * multiplier * normalizer[..., None]) - one_hot)
+    if soft_cap is not None:
+        gradient = gradient * (1 - np.tanh(raw / soft_cap) ** 2)
+    return loss, z_loss, gradient
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize(("multiplier", "soft_cap"), [(0.0, None), (0.05, None), (0.05, 3.0)])
+def test_values_and_gradients_match_float64(num_tiles: int, multiplier: float, soft_cap: float | None):
+    x, unembedding, targets, weights = problem()
+
+    def total(x, unembedding):
+        options = {"num_tiles": num_tiles, "z_loss_multiplier": multiplier, "soft_cap": soft_cap}
+        loss, z_loss = chunked_cross_entropy(x, unembedding, targets, weights, **options)
+        return 0.5 * (loss + z_loss), (loss, z_loss)
+
+    (_, parts), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, unembedding)
+    wide_x, wide_unembedding = np.asarray(x, np.float64), np.asarray(unembedding, np.float64)
+    loss, z_loss, gradient = reference(wide_x @ wide_unembedding, targets, weights, multiplier, soft_cap)
+    np.testing.assert_allclose(parts, (loss, z_loss), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(gradients[0], 0.5 * gradient @ wide_unembedding.T, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], 0.5 * np.einsum("btd,btv->dv", wide_x, gradient), atol=1e-5)
+
+
+def test_evaluation_equals_training_and_computes_no_gradient():
+    x, unembedding, targets, weights = problem()
+
+    def total(x, unembedding):
+        return sum(chunked_cross_entropy(x, unembedding, targets, weights, num_tiles=2, z_loss_multiplier=0.1))
+
+    plain = str(jax.make_jaxpr(total)(x, unembedding))
+    assert plain.count("dot_general") == 1
+    training = str(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, unembedding))
+    assert training.count("dot_general") == 3
+    value, _ = jax.jit(jax.value_and_grad(total, (0, 1)))(x, unembedding)
+    np.testing.assert_allclose(jax.jit(total)(x, unembedding), value, rtol=1e-6)
+
+
+def test_padding_has_neither_loss_nor_gradient():
+    x, unembedding, targets, weights = problem()
+    x = x.at[0, -1].set(1e4)
+
+    def total(x, weights):
+        return sum(chunked_cross_entropy(x, unembedding, targets, weights, num_tiles=3, z_loss_multiplier=0.1))
+
+    gradient = jax.jit(jax.grad(total))(x, weights)
+    assert (gradient[0, -3:] == 0.0).all()
+    assert total(x, jnp.zeros_like(weights)) == 0.0
+
+
+def test_bfloat16_rounds_only_in_the_matmul():
+    x, unembedding, targets, weights = problem(jnp.bfloat16)
+    logits = jnp.einsum("BTD,DV->BTV", x, unembedding, preferred_element_type=jnp.float32)
+    loss, z_loss, gradient = reference(logits, targets, weights, 0.1)
+
+    def total(x, unembedding):
+        parts = chunked_cross_entropy(x, unembedding, targets, weights, num_tiles=2, z_loss_multiplier=0.1)
+        return sum(parts), parts
+
+    (_, parts), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, unembedding)
+    np.testing.assert_allclose(parts, (loss, z_loss), atol=1e-4 * BATCH * LENGTH)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.bfloat16]
+    expected = np.einsum("btd,btv->dv", np.asarray(x, np.float64), gradient)
+    np.testing.assert_allclose(np.asarray(gradients[1], np.float64), expected, atol=0.05)
+
+
+def test_float32_unembedding_keeps_a_float32_gradient_under_bfloat16_states():
+    x, _, targets, weights = problem(jnp.bfloat16)
+    unembedding = problem()[1]
+    gradient = jax.grad(lambda w: chunked_cross_entropy(x, w, targets, weights, num_tiles=2)[0])(unembedding)
+    assert gradient.dtype == jnp.float32
+
+
+def test_no_tiles_is_refused():
+    with pytest.raises(ValueError, match="num_tiles"):
+        chunked_cross_entropy(*problem(), num_tiles=0)
