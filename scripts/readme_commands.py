@@ -16,5 +16,7 @@ for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
             on_accelerators = "needs accelerators" in line
         elif line.startswith("maxlite "):
             command = line.split("  #")[0].rstrip()
-            print(command.replace("maxlite train", "maxlite config", 1) + " > /dev/null" if on_accelerators else command)
+            if on_accelerators:
+                command = command.replace("maxlite train", "maxlite config", 1) + " > /dev/null"
+            print(command)
             on_accelerators = False

@@ -1,12 +1,10 @@
 """The batch that the data room hands to training and evaluation."""
 
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """Rows of next-token prediction; every field is [B, T].
+    """Rows of next-token prediction; every field is [B, T], of numpy here and of jax once on the devices.
 
     inputs: int32, the tokens that the model reads.
     targets: int32, the token after each input, always of the same document.
@@ -15,8 +13,8 @@ class Batch(NamedTuple):
     segment_ids: int32, 1, 2, ... per row; 0 is padding.
     """
 
-    inputs: np.ndarray
-    targets: np.ndarray
-    loss_mask: np.ndarray
-    positions: np.ndarray
-    segment_ids: np.ndarray
+    inputs: Any
+    targets: Any
+    loss_mask: Any
+    positions: Any
+    segment_ids: Any

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from maxlite.config.layers import layer_groups
@@ -36,6 +37,7 @@ class Transformer(nnx.Module):
         if not model.logits_via_embedding:
             self.output = OutputMatrix(model, compute, rngs=rngs)
         self.tied = model.logits_via_embedding
+        # A tuple, because what is static in a module must be hashable.
         self.inverse_frequencies = tuple(
             inverse_frequencies(model.head_dim, model.rope_max_timescale, rope_scaling(model)).tolist()
         )
@@ -44,7 +46,7 @@ class Transformer(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, cache: Cache | None
     ) -> Output:
         """tokens, positions, segment_ids: [B, T] int32."""
-        cos, sin = rotation(positions, self.inverse_frequencies)
+        cos, sin = rotation(positions, np.array(self.inverse_frequencies, np.float32))
         index = None if cache is None else cache.index
         if cache is None:
             context = AttentionContext(positions, segment_ids, positions, segment_ids, cos, sin, index)

@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         value = constrain(self.value(x), "batch", "length", "activation_kv_heads", None)
         value = checkpoint_name(value, "value_proj")
         if cache is not None:
+            assert context.index is not None, "a cache comes with the slot to write to"
             cache = LayerCache(
                 write_slots(cache.key, key, context.index), write_slots(cache.value, value, context.index)
             )

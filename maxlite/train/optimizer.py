@@ -8,7 +8,7 @@ The schedule at step s (from 0), with S schedule steps, W = int(S * warmup_steps
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 
 from maxlite.config.schema import OptimizerConfig
 
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[[Any], jax.Array]
 
 
 def build_schedule(optimizer: OptimizerConfig, steps: int) -> Schedule:
@@ -73,7 +73,8 @@ def _only_with_targets() -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, *, has_targets: jax.Array, **_: Any) -> Any:
         return jax.tree.map(lambda u: u * has_targets.astype(u.dtype), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    # optax passes the extra argument by name; its type for `update` has no place for one.
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), cast(Any, update))
 
 
 class _Phases(NamedTuple):

@@ -13,9 +13,12 @@ from maxlite.model.build import Model
 
 
 class TrainState(NamedTuple):
-    """step: int32, the number of steps done; params: nested dict; opt_state: optax's."""
+    """step: int32, the number of steps done; params: nested dict; opt_state: optax's.
 
-    step: jax.Array
+    Also the same tree of shapes or of shardings.
+    """
+
+    step: Any
     params: Any
     opt_state: Any
 

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from reference import STORIES_KEYS, stories_generations, stories_logits, stories_params
 
 from maxlite.config.load import load_config
 from maxlite.decode import run as decode_run
@@ -11,6 +10,7 @@ from maxlite.decode.run import run_decode, sample_text
 from maxlite.errors import CheckpointError, ConfigError, OutOfMemoryError
 from maxlite.model.build import build_model
 from maxlite.parallel.mesh import build_mesh
+from tests.reference import STORIES_KEYS, stories_generations, stories_logits, stories_params
 
 PROMPTS = "prompt_ids=9,8,7;5,4,3,2,1,11,12,13;17"
 

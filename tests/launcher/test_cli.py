@@ -151,8 +151,12 @@ def test_models_lists_every_yaml_with_its_count(run_maxlite):
 
 
 def test_config_shows_values_and_sources(run_maxlite):
-    rows = json.loads(run_maxlite(["config", "base.yml", "model=llama3-8b", "steps=7", "cpu_devices=8", "--json"],
-                                  env={"MAXLITE_LOG_PERIOD": "3"}).stdout)
+    rows = json.loads(
+        run_maxlite(
+            ["config", "base.yml", "model=llama3-8b", "steps=7", "cpu_devices=8", "--json"],
+            env={"MAXLITE_LOG_PERIOD": "3"},
+        ).stdout
+    )
     assert rows["steps"] == {"value": 7, "source": "command line"}
     assert rows["log_period"] == {"value": 3, "source": "environment MAXLITE_LOG_PERIOD"}
     assert rows["emb_dim"]["value"] == 4096 and rows["emb_dim"]["source"].startswith("models/llama3-8b.yml:")

@@ -17,7 +17,12 @@ def train(tiny_config, tmp_path) -> Callable[..., TrainResult]:
     """train(*overrides): runs to the end in tmp_path/NAME (run_name=NAME)."""
 
     def run(*overrides: str) -> TrainResult:
-        fixed = (*DIVISIBLE, f"base_output_directory={tmp_path}", "enable_tensorboard=false", "peak_tflops_per_device=1")
+        fixed = (
+            *DIVISIBLE,
+            f"base_output_directory={tmp_path}",
+            "enable_tensorboard=false",
+            "peak_tflops_per_device=1",
+        )
         # A test may give again what is fixed here.
         return run_train(tiny_config(*{text.partition("=")[0]: text for text in (*fixed, *overrides)}.values()))
 
