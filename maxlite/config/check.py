@@ -8,6 +8,7 @@ from maxlite.config.schema import Config
 
 MESH_AXES = ("data", "fsdp", "tensor")
 LEVELS = ("dcn", "ici")
+COMMAND_LINE = "command line"
 
 
 def check_heads(config: Config) -> Iterator[str]:
@@ -142,9 +143,33 @@ def check_peak(config: Config) -> Iterator[str]:
             yield f"peak_tflops_per_device={given}: it takes auto or a number above 0."
 
 
+def check_sampling(config: Config) -> Iterator[str]:
+    """A cut is given to a strategy that makes it."""
+    decode = config.decode
+    strategy = decode.decode_sampling_strategy
+    cuts = (
+        ("decode_sampling_top_k", 0, ("topk", "composite")),
+        ("decode_sampling_nucleus_p", 1, ("nucleus", "composite")),
+        ("decode_sampling_min_p", 0, ("composite",)),
+    )
+    for name, off, users in cuts:
+        if getattr(decode, name) != off and strategy not in users:
+            yield (
+                f"{name}={getattr(decode, name):g} has no effect with decode_sampling_strategy={strategy}; "
+                f"set decode_sampling_strategy={' or '.join(users)}, or {name}={off}."
+            )
+    if strategy == "greedy" and decode.decode_sampling_temperature not in (0, 1):
+        yield (
+            f"decode_sampling_temperature={decode.decode_sampling_temperature:g} has no effect with "
+            "decode_sampling_strategy=greedy; set decode_sampling_strategy=weighted."
+        )
+
+
 def check_prompts(config: Config) -> Iterator[str]:
     """Prompts come from one place."""
     decode = config.decode
+    if (decode.prompt_file or decode.prompt_ids) and config.sources["prompt"] == COMMAND_LINE:
+        yield "prompt is given, but prompt_file or prompt_ids is set and would win; set that one to null."
     if decode.prompt_file is not None and decode.prompt_ids is not None:
         yield "prompt_file and prompt_ids are both set; give one."
 
@@ -161,5 +186,6 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_dataset,
     check_run_name,
     check_peak,
+    check_sampling,
     check_prompts,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from maxlite.config.check import CHECKS
+from maxlite.config.check import CHECKS, COMMAND_LINE
 from maxlite.config.schema import KEYS, SECTIONS, Config
 from maxlite.config.smoke import smoke_overrides
 from maxlite.config.values import describe_allowed, parse_value
@@ -179,7 +179,7 @@ class _Loading:
             elif name in entries:
                 self.problems.append(f"command line: {name} is given twice ({entries[name].value} and {value}).")
             else:
-                entries[name] = Entry(value, "command line")
+                entries[name] = Entry(value, COMMAND_LINE)
         return self._known(entries)
 
 

@@ -6,10 +6,9 @@ is never seen. Several tokens are drawn in one call of the step program, by a lo
 """
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,32 +65,83 @@ def padded_length(length: int) -> int:
     return -(-length // multiple) * multiple
 
 
-class Generator:
-    """The two programs of one model, compiled for one BatchShape, with the parameters they run on."""
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The two functions that are compiled. end_ids: a row that draws one of them has ended."""
 
-    def __init__(
-        self, model: Model, params: Params, sampler: Sampler, end_ids: Sequence[int], shape: BatchShape
-    ) -> None:
+    model: Model
+    sampler: Sampler
+    end_ids: tuple[int, ...]
+    shape: BatchShape
+
+    def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, rows: jax.Array) -> State:
+        """Runs the prompts and draws the first token of each. tokens: [B, P]; lengths, rows: [B]."""
+        model, shape = self.model, self.shape
+        size = min(shape.prompt_length, PREFILL_CHUNK)
+
+        def run_chunk(carry: tuple[Cache, jax.Array], start: jax.Array) -> tuple[tuple[Cache, jax.Array], None]:
+            cache, last = carry
+            chunk = jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1)
+            positions = jnp.broadcast_to(start + jnp.arange(size), chunk.shape)
+            output = model.apply(params, chunk, positions, (positions < lengths[:, None]).astype(jnp.int32), cache)
+            assert output.cache is not None
+            place = lengths - 1 - start
+            here = jnp.take_along_axis(output.hidden, jnp.clip(place, 0, size - 1)[:, None, None], axis=1)[:, 0]
+            inside = (place >= 0) & (place < size)
+            return (output.cache, jnp.where(inside[:, None], here, last)), None
+
+        cache = model.init_cache(shape.rows, shape.prompt_length + shape.max_new_tokens, stacked=False)
+        last = jnp.zeros((shape.rows, model.config.emb_dim), model.compute.dtype)
+        (cache, last), _ = jax.lax.scan(run_chunk, (cache, last), jnp.arange(0, shape.prompt_length, size))
+        first = self.sampler(model.logits(params, last), rows, jnp.int32(0))
+        ended = (lengths == 0) | self._ends(first)
+        return State(cache, first, lengths, ended, rows, jnp.int32(1))
+
+    def step(self, params: Params, state: State, count: jax.Array) -> tuple[State, jax.Array]:
+        """Draws `count` tokens a row, fewer if all rows end. Returns the state and tokens [B, MAX_TOKENS_A_CALL]."""
+
+        def goes_on(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
+            index, state, _ = carry
+            return (index < count) & ~jnp.all(state.ended)
+
+        def draw(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
+            index, state, drawn = carry
+            tokens, positions = state.tokens[:, None], state.positions[:, None]
+            output = self.model.apply(params, tokens, positions, jnp.ones_like(positions), state.cache)
+            assert output.cache is not None
+            ids = self.sampler(self.model.logits(params, output.hidden[:, 0]), state.rows, state.step)
+            ended = state.ended | self._ends(ids)
+            column = jnp.where(ended, NOTHING, ids)[:, None]
+            drawn = jax.lax.dynamic_update_slice_in_dim(drawn, column, index, axis=1)
+            return index + 1, State(output.cache, ids, state.positions + 1, ended, state.rows, state.step + 1), drawn
+
+        drawn = jnp.full((self.shape.rows, MAX_TOKENS_A_CALL), NOTHING, jnp.int32)
+        _, state, drawn = jax.lax.while_loop(goes_on, draw, (jnp.int32(0), state, drawn))
+        return state, drawn
+
+    def _ends(self, ids: jax.Array) -> jax.Array:
+        return jnp.isin(ids, jnp.array(self.end_ids, jnp.int32))
+
+
+class Generator:
+    """Compiled programs with the parameters they run on."""
+
+    def __init__(self, programs: Programs, params: Params) -> None:
         """Compiles; `params` are unstacked. To run on a mesh, make and use it inside `use_mesh`."""
-        self.params, self.shape, self.speed = params, shape, Speed()
+        self.params, self.shape, self.speed = params, programs.shape, Speed()
         started = time.perf_counter()
-        integers = jax.ShapeDtypeStruct((shape.rows,), jnp.int32)
-        prompts = jax.ShapeDtypeStruct((shape.rows, shape.prompt_length), jnp.int32)
-        self._prefill = (
-            jax.jit(_named(_prefill, "prefill", model, sampler, tuple(end_ids), shape))
-            .lower(params, prompts, integers, integers)
-            .compile()
-        )
+        integers = jax.ShapeDtypeStruct((self.shape.rows,), jnp.int32)
+        prompts = jax.ShapeDtypeStruct((self.shape.rows, self.shape.prompt_length), jnp.int32)
+        self._prefill = jax.jit(programs.prefill).lower(params, prompts, integers, integers).compile()
         # The state comes back placed as it went in, or its next call would not fit the program.
         placed = self._prefill.output_shardings
-        state = jax.tree.map(_with_sharding, self._prefill.out_info, placed)
-        self._step = (
-            jax.jit(
-                _named(_step, "step", model, sampler, tuple(end_ids)), donate_argnums=1, out_shardings=(placed, None)
-            )
-            .lower(params, state, jax.ShapeDtypeStruct((), jnp.int32))
-            .compile()
+        state = jax.tree.map(
+            lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+            self._prefill.out_info,
+            placed,
         )
+        step = jax.jit(programs.step, donate_argnums=1, out_shardings=(placed, None))
+        self._step = step.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
         self.speed.compile_seconds = time.perf_counter() - started
 
     def stream(self, prompts: Sequence[Sequence[int]], first_row: int = 0) -> Iterator[np.ndarray]:
@@ -127,74 +177,3 @@ class Generator:
             tokens[row, : len(ids)] = ids
             lengths[row] = len(ids)
         return tokens, lengths
-
-
-def _named(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any]:
-    """Fixes the first arguments; the name is what jax calls the program in its log and in profiles."""
-    bound = functools.partial(function, *arguments)
-    bound.__name__ = name  # type: ignore[attr-defined]
-    return bound
-
-
-def _with_sharding(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
-
-
-def _prefill(
-    model: Model,
-    sampler: Sampler,
-    end_ids: tuple[int, ...],
-    shape: BatchShape,
-    params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    rows: jax.Array,
-) -> State:
-    """tokens: [B, P]; lengths, rows: [B]."""
-    size = min(shape.prompt_length, PREFILL_CHUNK)
-    starts = jnp.arange(0, shape.prompt_length, size)
-
-    def run_chunk(carry: tuple[Cache, jax.Array], start: jax.Array) -> tuple[tuple[Cache, jax.Array], None]:
-        cache, last = carry
-        chunk = jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1)
-        positions = jnp.broadcast_to(start + jnp.arange(size), chunk.shape)
-        output = model.apply(params, chunk, positions, (positions < lengths[:, None]).astype(jnp.int32), cache)
-        place = lengths - 1 - start
-        here = jnp.take_along_axis(output.hidden, jnp.clip(place, 0, size - 1)[:, None, None], axis=1)[:, 0]
-        inside = (place >= 0) & (place < size)
-        return (output.cache, jnp.where(inside[:, None], here, last)), None
-
-    cache = model.init_cache(shape.rows, shape.prompt_length + shape.max_new_tokens, stacked=False)
-    last = jnp.zeros((shape.rows, model.config.emb_dim), model.compute.dtype)
-    (cache, last), _ = jax.lax.scan(run_chunk, (cache, last), starts)
-    first = sampler(model.logits(params, last), rows, jnp.int32(0))
-    ended = (lengths == 0) | _is_any(first, end_ids)
-    return State(cache, first, lengths, ended, rows, jnp.int32(1))
-
-
-def _step(
-    model: Model, sampler: Sampler, end_ids: tuple[int, ...], params: Params, state: State, count: jax.Array
-) -> tuple[State, jax.Array]:
-    """Draws `count` tokens, fewer if all rows end. Returns the state and the tokens [B, MAX_TOKENS_A_CALL]."""
-
-    def goes_on(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
-        index, state, _ = carry
-        return (index < count) & ~jnp.all(state.ended)
-
-    def draw(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
-        index, state, drawn = carry
-        tokens, positions = state.tokens[:, None], state.positions[:, None]
-        output = model.apply(params, tokens, positions, jnp.ones_like(positions), state.cache)
-        ids = sampler(model.logits(params, output.hidden[:, 0]), state.rows, state.step)
-        ended = state.ended | _is_any(ids, end_ids)
-        column = jnp.where(ended, NOTHING, ids)[:, None]
-        drawn = jax.lax.dynamic_update_slice_in_dim(drawn, column, index, axis=1)
-        return index + 1, State(output.cache, ids, state.positions + 1, ended, state.rows, state.step + 1), drawn
-
-    drawn = jnp.full((state.tokens.shape[0], MAX_TOKENS_A_CALL), NOTHING, jnp.int32)
-    _, state, drawn = jax.lax.while_loop(goes_on, draw, (jnp.int32(0), state, drawn))
-    return state, drawn
-
-
-def _is_any(ids: jax.Array, end_ids: tuple[int, ...]) -> jax.Array:
-    return jnp.isin(ids, jnp.array(end_ids, jnp.int32))

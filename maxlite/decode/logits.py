@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlite.decode.generate import padded_length
@@ -28,7 +29,7 @@ def write_logits(path: str, model: Model, params: Params, prompts: Sequence[Prom
 
     @jax.jit
     def prompt_logits(params: Params, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        positions = np.arange(length, dtype=np.int32)[None]
+        positions = jnp.arange(length)[None]
         return model.logits(params, model.apply(params, tokens, positions, segment_ids).hidden)[0]
 
     with _replaced_whole(path) as archive:

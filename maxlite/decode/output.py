@@ -12,6 +12,11 @@ from maxlite.decode.prompts import Prompt
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+def printable(text: str) -> str:
+    """Returns `text` with control characters, but for line breaks and tabs, replaced by U+FFFD."""
+    return text.translate(_CONTROLS)
+
+
 @dataclasses.dataclass
 class Continuation:
     """A prompt, its new tokens so far without the end token, and why they ended: eos, length, or None: not yet."""
@@ -80,7 +85,7 @@ class TextWriter:
         return self._tokenizer.build_stream_decoder()
 
     def _print(self, text: str) -> None:
-        self._stream.write(text.translate(_CONTROLS))
+        self._stream.write(printable(text))
 
 
 class _IdDecoder:

@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxlite.checkpoint.restore import restore_parameters
+from maxlite.config.check import COMMAND_LINE
 from maxlite.config.schema import Config, LogicalAxisRules
-from maxlite.decode.generate import NOTHING, BatchShape, Generator, Speed, padded_length
+from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, Speed, padded_length
 from maxlite.decode.logits import check_writable, write_logits
-from maxlite.decode.output import Continuation, JsonWriter, TextWriter
+from maxlite.decode.output import Continuation, JsonWriter, TextWriter, printable
 from maxlite.decode.prompts import Prompt, build_tokenizer, read_prompts
 from maxlite.decode.sampling import build_sampler
 from maxlite.errors import ConfigError, OutOfMemoryError
@@ -27,7 +28,7 @@ from maxlite.parallel.sharding import partition_spec, use_mesh
 
 EOS, LENGTH = "eos", "length"
 # Sources of a value that was given to this very command.
-_GIVEN = ("command line", "environment")
+_GIVEN = (COMMAND_LINE, "environment")
 
 
 def run_decode(config: Config, source: str, *, json_output: bool) -> None:
@@ -59,16 +60,26 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
 
 
 def sample_text(config: Config, mesh: Mesh, model: Model, params: Params) -> str | None:
-    """Returns the config's first prompt with its continuation by a model in memory; None without a tokenizer.
+    """Returns the config's first prompt with its continuation by a model in memory, printable.
+
+    It takes fewer than max_new_tokens where the model's longest sequence asks for it, and is None without a
+    tokenizer or without room. Here max_target_length is the row of training, not a cache.
 
     params: as training holds them, stacked.
+    Raises: as read_prompts.
     """
     tokenizer = build_tokenizer(config.data)
     if tokenizer is None:
         return None
-    prompt = config_prompts(config)[:1]
-    rows, _ = continue_prompts(config, mesh, model, jax.jit(model.unstack)(params), prompt, lambda rows: None)
-    return f"{prompt[0].text}{tokenizer.decode(rows[0].ids)}"
+    prompt = _read_prompts(config)[0]
+    room = config.model.max_position_embeddings - len(prompt.ids)
+    if room < 1:
+        return None
+    decode = dataclasses.replace(config.decode, max_new_tokens=min(config.decode.max_new_tokens, room))
+    fitting = dataclasses.replace(config, decode=decode)
+    unstacked = jax.jit(model.unstack)(params)
+    rows, _ = continue_prompts(fitting, mesh, model, unstacked, [prompt], lambda rows: None)
+    return printable(f"{prompt.text}{tokenizer.decode(rows[0].ids)}")
 
 
 def config_prompts(config: Config) -> list[Prompt]:
@@ -79,12 +90,7 @@ def config_prompts(config: Config) -> list[Prompt]:
     """
     if config.decode.logits_path is not None:
         check_writable(config.decode.logits_path)
-    prompts = read_prompts(
-        config.decode,
-        build_tokenizer(config.data),
-        add_bos=config.data.add_bos,
-        vocab_size=config.model.vocab_size,
-    )
+    prompts = _read_prompts(config)
     # max_target_length is the row of training, and only who gives it to decode means the cache.
     given = config.sources["max_target_length"].startswith(_GIVEN)
     name = "max_target_length" if given else "max_position_embeddings"
@@ -143,7 +149,7 @@ def continue_prompts(
     num_rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
     shape = BatchShape(num_rows, length, config.decode.max_new_tokens)
     with use_mesh(mesh, _rules_for_rows(config, mesh, num_rows)):
-        generator = Generator(model, params, build_sampler(config.decode), end_ids, shape)
+        generator = Generator(Programs(model, build_sampler(config.decode), end_ids, shape), params)
         for first in range(0, len(rows), num_rows):
             batch = rows[first : first + num_rows]
             for drawn in generator.stream([row.prompt.ids for row in batch], first):
@@ -159,6 +165,11 @@ def describe_speed(speed: Speed) -> str:
     if speed.decode_tokens:
         decode += f", {speed.decode_tokens / speed.decode_seconds:,.1f} tokens/s"
     return f"{prefill}; {decode}; compiling: {speed.compile_seconds:.1f} s"
+
+
+def _read_prompts(config: Config) -> list[Prompt]:
+    tokenizer = build_tokenizer(config.data)
+    return read_prompts(config.decode, tokenizer, add_bos=config.data.add_bos, vocab_size=config.model.vocab_size)
 
 
 def _grow(batch: Sequence[Continuation], drawn: np.ndarray, max_new_tokens: int) -> None:

@@ -33,9 +33,10 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     from maxlite.config.load import load_config
 
     resolved = load_config(config, overrides or [])
-    from maxlite.launcher.sample import print_sample
+    from maxlite.launcher.sample import check_sample, print_sample
     from maxlite.train.run import run_train
 
+    check_sample(resolved)
     print_sample(resolved, run_train(resolved))
 
 

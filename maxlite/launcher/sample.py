@@ -4,8 +4,20 @@ import os
 from pathlib import Path
 
 from maxlite.config.schema import Config
+from maxlite.decode.prompts import build_tokenizer, read_prompts
 from maxlite.decode.run import sample_text
 from maxlite.train.run import TrainResult
+
+
+def check_sample(config: Config) -> None:
+    """Reads the prompts that the sample begins with: a bad one is better known before the run than after it.
+
+    Raises:
+        ConfigError, DataError: as read_prompts.
+    """
+    tokenizer = build_tokenizer(config.data)
+    if tokenizer is not None:
+        read_prompts(config.decode, tokenizer, add_bos=config.data.add_bos, vocab_size=config.model.vocab_size)
 
 
 def print_sample(config: Config, result: TrainResult) -> None:

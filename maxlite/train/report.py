@@ -68,15 +68,14 @@ class Reporter:
             )
 
 
-def start_lines(config: Config, setup: Setup, run: Path) -> list[str]:
+def start_lines(config: Config, setup: Setup) -> list[str]:
     """Returns the lines that say what is about to run."""
     compute, model, data = setup.model.compute, setup.model, config.data
     flops = train_step_flops(config.model, setup.rows, data.max_target_length)
     attention = flops.attention_flops / flops.total
     automatic = " (auto)" if config.compute.dtype == "auto" else ""
     return [
-        f"Run: {run}, model {config.run.model}, {setup.rows} rows of {data.max_target_length} tokens a step, "
-        f"{config.train.steps} steps",
+        f"{config.train.steps} steps of {setup.rows} rows of {data.max_target_length} tokens",
         f"Num_devices: {len(setup.devices)}, shape {tuple(setup.mesh.shape.values())}: {describe_mesh(setup.mesh)} "
         f"on {setup.devices[0].device_kind}",
         f"number parameters: {model.num_parameters / 1e9:.3f} billion ({model.num_parameters:,}), "

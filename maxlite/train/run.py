@@ -71,7 +71,8 @@ def _run(config: Config, setup: Setup) -> TrainResult:
     with directory.lock(), Progress(config.train.steps, 0) as progress:
         changed = _check_saved_config(config, directory)
         dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
-        for line in (*start_lines(config, setup, directory.path), dataset.summary, *changed):
+        run = f"Run: {directory.path}, model {config.run.model}"
+        for line in (run, *start_lines(config, setup), dataset.summary, *changed):
             progress.line(line)
         checkpointer = Checkpointer(directory.path, config.checkpoint)
         state, start = _first_state(config, setup, dataset, checkpointer, progress)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from maxlite.config.load import load_config
-from maxlite.decode.generate import BatchShape, Generator, padded_length
+from maxlite.decode.generate import BatchShape, Generator, Programs, padded_length
 from maxlite.decode.sampling import build_sampler
 from maxlite.model.build import build_model
 
@@ -80,7 +80,7 @@ def main() -> None:
     for batch in arguments.batch:
         prompts = random.integers(0, config.model.vocab_size, (batch, arguments.prompt)).tolist()
         shape = BatchShape(batch, padded_length(arguments.prompt), arguments.new)
-        generator = Generator(model, params, build_sampler(config.decode), (), shape)
+        generator = Generator(Programs(model, build_sampler(config.decode), (), shape), params)
         result[f"batch_{batch}"] = measure(generator, prompts, arguments.repeats)
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     result["load_average"] = round(os.getloadavg()[0], 1)

@@ -21,7 +21,8 @@ import time
 BENCH_SMALL = (
     "vocab_size=32000 emb_dim=512 num_decoder_layers=8 num_query_heads=8 num_kv_heads=4 head_dim=64 mlp_dim=1536 "
     "logits_via_embedding=false max_target_length=512 per_device_batch_size=4 dataset_type=synthetic dtype=float32 "
-    "enable_checkpointing=false enable_tensorboard=false eval_interval=0 log_period=1 learning_rate=3e-5"
+    "enable_checkpointing=false enable_tensorboard=false eval_interval=0 log_period=1 learning_rate=3e-5 "
+    "remat_policy=minimal_with_context"
 ).split()
 STEP = re.compile(r"completed step: (\d+), seconds: ([\d.]+)")
 

@@ -55,7 +55,16 @@ BROKEN = {
         (["peak_tflops_per_device=0"], ["peak_tflops_per_device=0"]),
         (["peak_tflops_per_device=inf"], ["peak_tflops_per_device=inf"]),
     ],
-    "check_prompts": [(["prompt_file=p.txt", "prompt_ids=1,2"], ["prompt_file", "prompt_ids"])],
+    "check_sampling": [
+        (["decode_sampling_top_k=5"], ["decode_sampling_top_k=5", "topk or composite"]),
+        (["decode_sampling_strategy=topk", "decode_sampling_nucleus_p=0.5"], ["decode_sampling_nucleus_p", "nucleus"]),
+        (["decode_sampling_strategy=nucleus", "decode_sampling_min_p=0.1"], ["decode_sampling_min_p", "composite"]),
+        (["decode_sampling_temperature=0.7"], ["decode_sampling_temperature=0.7", "weighted"]),
+    ],
+    "check_prompts": [
+        (["prompt_file=p.txt", "prompt_ids=1,2"], ["prompt_file", "prompt_ids"]),
+        (["prompt=a", "prompt_ids=1,2"], ["prompt", "prompt_ids", "null"]),
+    ],
 }
 
 

@@ -208,7 +208,7 @@ def test_interpolation_is_refused_wherever_it_stands(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "swordfish")
     own = tmp_path / "own.yml"
     own.write_text("run_name: ${oc.env:SECRET}\ndataset_path: ['${oc.env:SECRET}']\n")
-    lines = problems_of(own, ["prompt=${oc.env:SECRET}"], {"MAXLITE_PROMPT_FILE": "${x}"})
+    lines = problems_of(own, ["profiler=${oc.env:SECRET}"], {"MAXLITE_PROMPT_FILE": "${x}"})
     assert len(lines) == 4 and all("${...}" in line for line in lines) and "swordfish" not in str(lines)
 
 
@@ -224,7 +224,7 @@ VARIANTS = [
     ["model=llama2-7b", "smoke=true"],
     ["run_name=007", "dataset_path=a,b c", "prompt= x:\n# 'é", "profiler=xplane", "learning_rate=1e-7",
      "attention_pattern=local,full", "sliding_window_size=8", "logical_axis_rules=[[embed, [fsdp]], [norm, null]]"],
-    ["prompt=", "prompt_ids=5,9;7", "num_epoch=2", "mu_dtype=bfloat16", "jax_cache_dir=null"],
+    ["prompt=${HOME}", "decode_seed=7", "num_epoch=2", "mu_dtype=bfloat16", "jax_cache_dir=null"],
 ]  # fmt: skip
 
 

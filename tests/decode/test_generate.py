@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlite.decode import generate
-from maxlite.decode.generate import NOTHING, BatchShape, Generator, padded_length
+from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, padded_length
 from maxlite.decode.sampling import build_sampler
 from maxlite.model.build import build_model
 
@@ -18,7 +18,7 @@ SHORT, LONG = [9, 8, 7], [5, 4, 3, 2, 1, 11, 12, 13]
 def generate_ids(model, params, sampler, prompts, new, end_ids=(), rows=None):
     """The ids of each row and whether it ended, by one Generator."""
     shape = BatchShape(rows or len(prompts), padded_length(max(map(len, prompts))), new)
-    generator = Generator(model, model.unstack(params), sampler, end_ids, shape)
+    generator = Generator(Programs(model, sampler, end_ids, shape), model.unstack(params))
     drawn = np.concatenate(list(generator.stream(prompts)), axis=1)
     return [(row[row != NOTHING].tolist(), bool((row == NOTHING).any())) for row in drawn]
 
@@ -100,7 +100,7 @@ def test_stops_when_all_rows_have_ended(tiny):
     ((ids, _),) = generate_ids(*tiny, [LONG], generate.MAX_TOKENS_A_CALL)
     end = next(token for token in ids if token != ids[0])
     # Rows without a prompt count as ended.
-    generator = Generator(model, model.unstack(params), sampler, (end,), BatchShape(4, 16, 100))
+    generator = Generator(Programs(model, sampler, (end,), BatchShape(4, 16, 100)), model.unstack(params))
     first, second = generator.stream([LONG])
     assert first.ravel().tolist() == [ids[0], NOTHING, NOTHING, NOTHING]
     assert second[0][second[0] != NOTHING].tolist() == ids[1 : ids.index(end)]
@@ -111,7 +111,7 @@ def test_each_program_compiles_once(tiny, caplog):
     model, params, sampler = tiny
     unstacked = jax.jit(model.unstack)(params)
     with caplog.at_level(logging.WARNING, "jax"), jax.log_compiles():
-        generator = Generator(model, unstacked, sampler, (), BatchShape(2, 16, 20))
+        generator = Generator(Programs(model, sampler, (), BatchShape(2, 16, 20)), unstacked)
         for prompts in ([SHORT, LONG], [LONG, SHORT], [SHORT]):
             assert np.concatenate(list(generator.stream(prompts)), axis=1).shape == (2, 20)
     compiled = [record.getMessage().split(" in ")[0] for record in caplog.records if "XLA comp" in record.getMessage()]

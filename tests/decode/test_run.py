@@ -1,11 +1,15 @@
 """The decode command, from a run directory to what it prints."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from maxlite.config.load import load_config
+from maxlite.data.tokenizer import ByteTokenizer
 from maxlite.decode import run as decode_run
+from maxlite.decode.output import printable
 from maxlite.decode.run import run_decode, sample_text
 from maxlite.errors import CheckpointError, ConfigError, OutOfMemoryError
 from maxlite.model.build import build_model
@@ -168,5 +172,18 @@ def test_sample_of_a_model_in_memory(tiny_config, text_run, decode, noisy_params
     model = build_model(config.model, config.compute)
     mesh = build_mesh(config.parallel, jax.devices()[:1])
     (row,) = decode(text_run, "prompt=ab", "max_new_tokens=5")
-    assert sample_text(config, mesh, model, noisy_params(model)) == "ab" + row["text"]
+    params = noisy_params(model)
+    assert sample_text(config, mesh, model, params) == printable("ab" + row["text"])
     assert sample_text(tiny_config(), mesh, model, {}) is None
+    # A row of training, and even the model's longest sequence, may be shorter than the sample.
+    given = {**config.sources, "max_target_length": "command line"}
+    short = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, max_target_length=4),
+        model=dataclasses.replace(config.model, max_position_embeddings=5),
+        sources=given,
+    )
+    two = row["ids"][:2]
+    assert sample_text(short, mesh, model, params) == printable("ab" + ByteTokenizer().decode(two))
+    full = dataclasses.replace(short, model=dataclasses.replace(config.model, max_position_embeddings=3))
+    assert sample_text(full, mesh, model, params) is None

@@ -77,7 +77,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("length", [1, 8, 29])
+@pytest.mark.parametrize("length", [1, 29])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_matches_the_definition(case: dict, length: int, aligned: bool):
     query, key, value, _ = arrays(length)
@@ -179,7 +179,7 @@ def test_a_policy_that_saves_context_computes_the_scores_once_more_only():
         return jnp.sum(jnp.sin(dot_product_attention(query, key, value, scale=SCALE, aligned=True, **tokens(8))))
 
     def matmuls(function) -> int:
-        return jax.jit(jax.grad(function, (0, 1, 2))).lower(*inputs).as_text().count("dot_general")
+        return jax.jit(jax.value_and_grad(function, (0, 1, 2))).lower(*inputs).as_text().count("dot_general")
 
     # One block: two matmuls forward and five backward; without the policy the forward's two come again.
     assert matmuls(inner) == 7
