@@ -1,5 +1,6 @@
 """What the train command says last: a sample of the model's text, and the commands that go on from here."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from maxlite.config.schema import Config
 from maxlite.decode.prompts import build_tokenizer, read_prompts
 from maxlite.decode.run import sample_text
 from maxlite.train.run import TrainResult
+
+SAMPLE_TEMPERATURE = 0.7
 
 
 def check_sample(config: Config) -> None:
@@ -22,15 +25,23 @@ def check_sample(config: Config) -> None:
 
 def print_sample(config: Config, result: TrainResult) -> None:
     """Prints a continuation of `prompt` by the trained model, if its data is text, and what to do next."""
-    text = sample_text(config, result.setup.mesh, result.setup.model, result.params)
+    text = sample_text(_sampled(config), result.setup.mesh, result.setup.model, result.params)
     if text is not None:
-        print(f"Sample ({config.decode.decode_sampling_strategy}):\n{text}")
+        print(f"Sample (temperature {SAMPLE_TEMPERATURE}):\n{text}")
     run = _short(result.run_directory)
     if config.checkpoint.enable_checkpointing:
         prompt = f' prompt="{config.decode.prompt}"' if text is not None else " prompt_ids=1,2,3"
         print(f"Go on: maxlite decode {run}{prompt}")
         print(f"       maxlite train {run} steps={2 * result.steps_done}")
     print(f"       tensorboard --logdir {run}/tensorboard")
+
+
+def _sampled(config: Config) -> Config:
+    """A model that has seen little text repeats itself when greedy, so the sample is drawn."""
+    drawn = dataclasses.replace(
+        config.decode, decode_sampling_strategy="weighted", decode_sampling_temperature=SAMPLE_TEMPERATURE
+    )
+    return dataclasses.replace(config, decode=drawn)
 
 
 def _short(path: Path) -> str:

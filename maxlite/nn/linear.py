@@ -8,6 +8,7 @@ from flax import nnx
 
 from maxlite.config.schema import ComputeConfig
 from maxlite.nn.param import param
+from maxlite.ops.product import product
 
 
 class Linear(nnx.Module):
@@ -25,4 +26,4 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the product in the compute dtype."""
-        return jnp.einsum(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+        return product(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))

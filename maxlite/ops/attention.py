@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ class _Options(NamedTuple):
 class _Tokens(NamedTuple):
     """Positions [B, T] (a window needs them) and segments [B, T] (packing and padding need them) of the tokens."""
 
-    positions: jax.Array | None
-    segment_ids: jax.Array | None
+    positions: Any
+    segment_ids: Any
 
 
 def dot_product_attention(
@@ -81,7 +81,7 @@ def dot_product_attention(
         query_tokens = _Tokens(query_positions, query_segment_ids)
         key_tokens = _Tokens(key_positions, key_segment_ids)
         context = _plain_attention(options, grouped, key, value, query_tokens, key_tokens)
-    return context.reshape(query.shape)
+    return context.reshape(query.shape)  # pyright: ignore[reportAttributeAccessIssue]  (custom_vjp hides the type)
 
 
 def _plain_attention(

@@ -104,7 +104,7 @@ def _tiled_loss(
 
 def _forward(
     options: _Options, x: jax.Array, unembedding: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """Loss and, while each tile's logits are at hand, the gradients: x's in its dtype, the unembedding's in float32."""
     kernel = unembedding.astype(x.dtype)
 

@@ -208,7 +208,7 @@ def test_interpolation_is_refused_wherever_it_stands(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "swordfish")
     own = tmp_path / "own.yml"
     own.write_text("run_name: ${oc.env:SECRET}\ndataset_path: ['${oc.env:SECRET}']\n")
-    lines = problems_of(own, ["profiler=${oc.env:SECRET}"], {"MAXLITE_PROMPT_FILE": "${x}"})
+    lines = problems_of(own, ["logits_path=${oc.env:SECRET}"], {"MAXLITE_PROMPT_FILE": "${x}"})
     assert len(lines) == 4 and all("${...}" in line for line in lines) and "swordfish" not in str(lines)
 
 
