@@ -14,8 +14,12 @@ def advice(section, **changes):
     )
 
 
-def test_default_config(section):
-    assert advice(section).splitlines() == [
+# So that base.yml may change its mind.
+PLAIN = {"remat_policy": "save_qkv_proj", "per_device_batch_size": 16.0, "max_target_length": 256}
+
+
+def test_the_three_cheapest_fixes_in_order(section):
+    assert advice(section, **PLAIN).splitlines() == [
         "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
         "What helps, the cheapest first:",
         "  1. remat_policy=full (now save_qkv_proj): slower by up to a third, the same losses",
@@ -26,7 +30,7 @@ def test_default_config(section):
 
 
 def test_copied_weights_are_split(section):
-    text = advice(section, ici_data_parallelism=-1, ici_fsdp_parallelism=1)
+    text = advice(section, **PLAIN, ici_data_parallelism=-1, ici_fsdp_parallelism=1)
 
     assert "  3. ici_data_parallelism=1 ici_fsdp_parallelism=-1 (now -1 and 1)" in text
 
