@@ -4,11 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from maxlite.config.schema import Config
-
-MESH_AXES = ("data", "fsdp", "tensor")
-LEVELS = ("dcn", "ici")
-COMMAND_LINE = "command line"
+from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, Config
 
 
 def check_heads(config: Config) -> Iterator[str]:
@@ -69,9 +65,7 @@ def check_lengths(config: Config) -> Iterator[str]:
 def check_degrees(config: Config) -> Iterator[str]:
     """Each level has at most one -1 and no zero, and with fake devices the product is known already."""
     for level in LEVELS:
-        degrees = {
-            f"{level}_{axis}_parallelism": getattr(config.parallel, f"{level}_{axis}_parallelism") for axis in MESH_AXES
-        }
+        degrees = config.parallel.degrees(level)
         free = [name for name, degree in degrees.items() if degree == -1]
         if len(free) > 1:
             given = ", ".join(f"{name} ({config.sources[name]})" for name in free)
@@ -84,6 +78,8 @@ def check_degrees(config: Config) -> Iterator[str]:
 def check_axis_rules(config: Config) -> Iterator[str]:
     """Rules name mesh axes that exist, and no row uses one twice."""
     for logical, axes in config.parallel.logical_axis_rules:
+        if logical not in LOGICAL_AXES:
+            yield f"logical_axis_rules: no tensor has an axis {logical}; there are {', '.join(LOGICAL_AXES)}."
         for axis in axes:
             if axis not in MESH_AXES:
                 yield f"logical_axis_rules: {logical} names {axis}; the mesh axes are {', '.join(MESH_AXES)}."
@@ -168,7 +164,7 @@ def check_sampling(config: Config) -> Iterator[str]:
 def check_prompts(config: Config) -> Iterator[str]:
     """Prompts come from one place."""
     decode = config.decode
-    if (decode.prompt_file or decode.prompt_ids) and config.sources["prompt"] == COMMAND_LINE:
+    if (decode.prompt_file or decode.prompt_ids) and config.was_given("prompt"):
         yield "prompt is given, but prompt_file or prompt_ids is set and would win; set that one to null."
     if decode.prompt_file is not None and decode.prompt_ids is not None:
         yield "prompt_file and prompt_ids are both set; give one."

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from maxlite.config.check import CHECKS, COMMAND_LINE
-from maxlite.config.schema import KEYS, SECTIONS, Config
+from maxlite.config.check import CHECKS
+from maxlite.config.schema import COMMAND_LINE, ENVIRONMENT, KEYS, SECTIONS, Config
 from maxlite.config.smoke import smoke_overrides
 from maxlite.config.values import describe_allowed, parse_value
 from maxlite.config.yaml_file import Entry, read_yaml
@@ -32,11 +32,6 @@ RENAMED = {
     "base_num_decoder_layers": "num_decoder_layers",
     "mlp_activations": "mlp_activation",
     "rope_linear_scaling_factor": "rope_factor",
-    "max_prefill_predict_length": "max_target_length",
-    "hardware": "cpu_devices",
-    "global_parameter_scale": "emb_dim, mlp_dim, num_decoder_layers",
-    "save_checkpoint_on_start": "checkpoint_period",
-    "metrics_file": "base_output_directory",
 }
 
 
@@ -89,14 +84,21 @@ class _Loading:
         if file not in [(root / "base.yml").resolve() for root in package_roots()]:
             self._add(self._read(file, _short(file)))
             resolved = _is_resolved(file)
+        if Path(path).is_dir():
+            # The folder itself is the run, wherever it has been moved and whatever it was called.
+            self.entries["base_output_directory"] = Entry(str(file.parent.parent), f"run directory {path}")
+            self.entries["run_name"] = Entry(file.parent.name, f"run directory {path}")
         named = command_line.get("model") or environment.get("model")
+        if named and resolved:
+            # Another model takes the place of the saved one, all of it.
+            self.entries.update({name: defaults[name] for name in MODEL_KEYS})
         if named or not resolved:
             self._add_model_yaml(named or self.entries["model"])
         # A resolved file is shrunk already, unless another model has just taken its place.
         shrink = bool(named) or not resolved
         values = self._values({**environment, **command_line}, defaults, shrink)
         config = _build(values, {name: entry.source for name, entry in self.entries.items()})
-        # A check may trip over a value that another problem has replaced: only then are its findings doubtful.
+        # Where a value was refused, its default stands in for it here, so a finding may be about that.
         self.problems += [message for check in CHECKS for message in check(config)]
         if self.problems:
             raise ConfigError("\n".join(dict.fromkeys(self.problems)))
@@ -164,7 +166,7 @@ class _Loading:
     def _environment(self) -> dict[str, Entry]:
         prefixed = {k: v for k, v in self.environment.items() if k.upper().startswith(ENVIRONMENT_PREFIX)}
         return self._known(
-            {k[len(ENVIRONMENT_PREFIX) :].lower(): Entry(v, f"environment {k}") for k, v in sorted(prefixed.items())}
+            {k[len(ENVIRONMENT_PREFIX) :].lower(): Entry(v, f"{ENVIRONMENT}{k}") for k, v in sorted(prefixed.items())}
         )
 
     def _command_line(self, overrides: Sequence[str]) -> dict[str, Entry]:

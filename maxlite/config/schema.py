@@ -27,6 +27,29 @@ REMAT_POLICY_NAMES = (
 ATTENTION_KINDS = ("full", "local")
 MLP_KINDS = ("dense",)
 
+# Mesh axes, outermost first, and the two levels of each.
+MESH_AXES = ("data", "fsdp", "tensor")
+LEVELS = ("dcn", "ici")
+# The names that weights and activations give their dimensions.
+LOGICAL_AXES = (
+    "batch",
+    "length",
+    "vocab",
+    "embed",
+    "mlp",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "norm",
+    "layers",
+    "activation_embed",
+    "activation_heads",
+    "activation_kv_heads",
+    "activation_mlp",
+)
+COMMAND_LINE = "command line"
+ENVIRONMENT = "environment "
+
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -48,7 +71,7 @@ def key(
 class RunConfig:
     """Which model, where its output goes, on which devices."""
 
-    model: str = key("Name of a model YAML, or a path to one. A label: no code but the loader reads it.")
+    model: str = key("Name of a model YAML, or a path to one. A label: no code asks which model it is.")
     run_name: str | None = key("Folder of the run; the model's name if not set.")
     base_output_directory: str = key("Folder that holds the runs.")
     smoke: bool = key("Shrink the model to seconds on a CPU.")
@@ -85,7 +108,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-    """How the model is computed. None of these keys changes what is stored in a checkpoint."""
+    """How the model is computed. Of these keys only weight_dtype changes what is stored in a checkpoint."""
 
     dtype: str = key("Dtype of activations.", choices=("auto", "float32", "bfloat16"))
     weight_dtype: str = key("Dtype of parameters.", choices=("float32", "bfloat16"))
@@ -106,6 +129,11 @@ class ParallelConfig:
     ici_fsdp_parallelism: int = key("Fully sharded degree within a slice.", minimum=-1)
     ici_tensor_parallelism: int = key("Tensor degree within a slice.", minimum=-1)
     logical_axis_rules: LogicalAxisRules = key("Rows of [logical axis, [mesh axes]].")
+
+    def degrees(self, level: str) -> dict[str, int]:
+        """Returns key -> degree of each of MESH_AXES at `level`, "dcn" or "ici"."""
+        names = [f"{level}_{axis}_parallelism" for axis in MESH_AXES]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +254,10 @@ class Config:
     def flat(self) -> dict[str, Any]:
         """Returns key -> value over all sections, in base.yml's order of sections."""
         return {k.name: getattr(getattr(self, k.section), k.name) for k in KEYS.values()}
+
+    def was_given(self, name: str) -> bool:
+        """Says whether a key was given to this very command, on its command line or in its environment."""
+        return self.sources[name].startswith((COMMAND_LINE, ENVIRONMENT))
 
 
 @dataclasses.dataclass(frozen=True)

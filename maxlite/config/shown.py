@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from maxlite.config.check import LEVELS, MESH_AXES
-from maxlite.config.schema import Config
+from maxlite.config.schema import LEVELS, Config
 
 
 def shown_values(config: Config) -> dict[str, Any]:
@@ -12,7 +11,7 @@ def shown_values(config: Config) -> dict[str, Any]:
     values = {name: _listed(value) for name, value in config.flat().items()}
     if config.run.cpu_devices:
         for level in LEVELS:
-            names = [f"{level}_{axis}_parallelism" for axis in MESH_AXES]
+            names = config.parallel.degrees(level)
             # Fake devices are one slice.
             total = config.run.cpu_devices if level == "ici" else 1
             fixed = math.prod(values[name] for name in names if values[name] != -1)

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxlite.checkpoint.restore import restore_parameters
-from maxlite.config.check import COMMAND_LINE
 from maxlite.config.schema import Config, LogicalAxisRules
 from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, Speed, padded_length
 from maxlite.decode.logits import check_writable, write_logits
@@ -24,11 +23,9 @@ from maxlite.metrics.out_of_memory import is_out_of_memory
 from maxlite.model.build import Model, Params, build_model, resolve_dtype
 from maxlite.parallel.devices import prepare_jax, run_devices
 from maxlite.parallel.mesh import build_mesh
-from maxlite.parallel.sharding import partition_spec, use_mesh
+from maxlite.parallel.sharding import mesh_axes, num_parts, use_mesh
 
 EOS, LENGTH = "eos", "length"
-# Sources of a value that was given to this very command.
-_GIVEN = (COMMAND_LINE, "environment")
 
 
 def run_decode(config: Config, source: str, *, json_output: bool) -> None:
@@ -50,7 +47,7 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
         params = jax.jit(model.unstack)(_restore(config, path, model, mesh))
         notes = sys.stderr if json_output else sys.stdout
         if config.decode.logits_path is not None:
-            with use_mesh(mesh, _rules_for_rows(config, mesh, 1)):
+            with use_mesh(mesh, _rules_for_rows(config, mesh, 1), config.compute.matmul_precision):
                 write_logits(config.decode.logits_path, model, params, prompts)
             print(f"Logits of {len(prompts)} prompts: {config.decode.logits_path}", file=notes)
         writer = (JsonWriter if json_output else TextWriter)(sys.stdout, build_tokenizer(config.data))
@@ -92,7 +89,7 @@ def config_prompts(config: Config) -> list[Prompt]:
         check_writable(config.decode.logits_path)
     prompts = _read_prompts(config)
     # max_target_length is the row of training, and only who gives it to decode means the cache.
-    given = config.sources["max_target_length"].startswith(_GIVEN)
+    given = config.was_given("max_target_length")
     name = "max_target_length" if given else "max_position_embeddings"
     limit = config.data.max_target_length if given else config.model.max_position_embeddings
     longest = max(range(len(prompts)), key=lambda index: len(prompts[index].ids))
@@ -116,8 +113,11 @@ def parameters_path(config: Config, source: str) -> str:
     """
     path = config.checkpoint.load_parameters_path
     # In a run's saved config the key says what training began from, not what it became.
-    if Path(source).is_dir() and not config.sources["load_parameters_path"].startswith(_GIVEN):
-        return source
+    if not config.was_given("load_parameters_path"):
+        if Path(source).is_dir():
+            return source
+        if Path(source).name == "config.yml" and (Path(source).parent / "checkpoints").is_dir():
+            return str(Path(source).parent)
     if path is None:
         raise ConfigError(
             f"{source} is a config without parameters; give a run directory instead, or load_parameters_path=RUN."
@@ -148,7 +148,7 @@ def continue_prompts(
     length = padded_length(max(len(prompt.ids) for prompt in prompts))
     num_rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
     shape = BatchShape(num_rows, length, config.decode.max_new_tokens)
-    with use_mesh(mesh, _rules_for_rows(config, mesh, num_rows)):
+    with use_mesh(mesh, _rules_for_rows(config, mesh, num_rows), config.compute.matmul_precision):
         generator = Generator(Programs(model, build_sampler(config.decode), end_ids, shape), params)
         for first in range(0, len(rows), num_rows):
             batch = rows[first : first + num_rows]
@@ -201,10 +201,7 @@ def _restore(config: Config, path: str, model: Model, mesh: Mesh) -> Params:
 def _rules_for_rows(config: Config, mesh: Mesh, num_rows: int) -> LogicalAxisRules:
     """Rows that their mesh axes do not divide are copied to all devices instead."""
     rules = config.parallel.logical_axis_rules
-    entry = (*partition_spec(("batch",), rules), None)[0]
-    axes = (entry,) if isinstance(entry, str) else (entry or ())
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    return rules if num_rows % parts == 0 else (("batch", ()), *rules)
+    return rules if num_rows % num_parts(mesh_axes("batch", rules), mesh) == 0 else (("batch", ()), *rules)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,9 @@ def print_model(action: str, name: str | None, overrides: list[str], json_output
 
 
 def _description(name: str, overrides: list[str]) -> dict[str, Any]:
-    config = load_config("base.yml", [f"model={name}", *overrides], environment={})
+    config = load_config(
+        "base.yml", [f"model={name}", "dataset_type=synthetic", "max_target_length=1", *overrides], environment={}
+    )
     num_parameters = build_model(config.model, config.compute).num_parameters
     # Every parameter of a dense model acts on every token.
     counts = {"num_parameters": num_parameters, "num_active_parameters": num_parameters}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 
 from maxlite.config.schema import Config
@@ -28,12 +29,16 @@ def print_sample(config: Config, result: TrainResult) -> None:
     text = sample_text(_sampled(config), result.setup.mesh, result.setup.model, result.params)
     if text is not None:
         print(f"Sample (temperature {SAMPLE_TEMPERATURE}):\n{text}")
-    run = _short(result.run_directory)
+    run = shlex.quote(_short(result.run_directory))
     if config.checkpoint.enable_checkpointing:
-        prompt = f' prompt="{config.decode.prompt}"' if text is not None else " prompt_ids=1,2,3"
-        print(f"Go on: maxlite decode {run}{prompt}")
+        # Prompts of the config's own are in the run's saved config already.
+        own = config.decode.prompt_ids is not None or config.decode.prompt_file is not None
+        prompt = f" prompt={shlex.quote(config.decode.prompt)}" if text is not None and not own else ""
+        ids = " prompt_ids=1,2,3" if text is None and not own else ""
+        print(f"Go on: maxlite decode {run}{prompt}{ids}")
         print(f"       maxlite train {run} steps={2 * result.steps_done}")
-    print(f"       tensorboard --logdir {run}/tensorboard")
+    if config.metrics.enable_tensorboard:
+        print(f"Curves: tensorboard --logdir {run}/tensorboard")
 
 
 def _sampled(config: Config) -> Config:

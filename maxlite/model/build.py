@@ -1,6 +1,5 @@
 """Config -> a Model: pure functions over plain nested dicts of parameters. The rest of maxlite sees only this."""
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -12,18 +11,18 @@ from jax.sharding import Mesh
 
 from maxlite.config.layers import layer_groups
 from maxlite.config.schema import ComputeConfig, LogicalAxisRules, ModelConfig
+from maxlite.errors import ConfigError
 from maxlite.model.stack import unstack
 from maxlite.model.transformer import Output, Transformer
 from maxlite.nn.cache import Cache, LayerCache
-from maxlite.parallel.sharding import require_divisible, shardings_of
+from maxlite.parallel.sharding import indivisible, shardings_of
 
 Params = dict[str, Any]
-# The axis names of activations that only a tensor's placement decides: (name, key of the size that must divide).
+# Axis of an activation, and the key of the size that its mesh axes must divide.
 _ACTIVATION_SIZES = (
     ("activation_heads", "num_query_heads"),
     ("activation_kv_heads", "num_kv_heads"),
     ("activation_mlp", "mlp_dim"),
-    ("activation_vocab", "vocab_size"),
     ("activation_embed", "emb_dim"),
 )
 
@@ -61,8 +60,7 @@ class Model:
         cache: Cache | None = None,
     ) -> Output:
         """Runs the model on tokens, positions, segment_ids: [B, T]. Returns hidden states [B, T, D] and the cache."""
-        with self._precision():
-            return nnx.merge(self.graphdef, params)(tokens, positions, segment_ids, cache)
+        return nnx.merge(self.graphdef, params)(tokens, positions, segment_ids, cache)
 
     def unembedding(self, params: Params) -> jax.Array:
         """Returns the matrix from hidden states to logits: [D, V], in the compute dtype."""
@@ -70,9 +68,7 @@ class Model:
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """hidden: [..., D]. Returns: [..., V] float32."""
-        with self._precision():
-            matrix = self.unembedding(params)
-            return jnp.einsum("...D,DV->...V", hidden, matrix, preferred_element_type=jnp.float32)
+        return jnp.einsum("...D,DV->...V", hidden, self.unembedding(params), preferred_element_type=jnp.float32)
 
     def init_cache(self, batch: int, length: int, *, stacked: bool = True) -> Cache:
         """Returns an empty cache of `length` slots a row; unstacked to go with `unstack`ed parameters."""
@@ -103,13 +99,13 @@ class Model:
         Raises:
             ConfigError: lists every size that its mesh axes do not divide.
         """
-        for axis, name in _ACTIVATION_SIZES:
-            require_divisible(name, (getattr(self.config, name),), (axis,), mesh, rules)
-        return shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        name = self.compute.matmul_precision
-        return jax.default_matmul_precision(None if name == "default" else name)
+        shardings, problems = shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
+        sizes = [(name, getattr(self.config, name), axis) for axis, name in _ACTIVATION_SIZES]
+        # The sizes that have keys of their own come first: that is where to look.
+        named = [text for name, size, axis in sizes for text in indivisible(name, (size,), (axis,), mesh, rules)]
+        if named or problems:
+            raise ConfigError("\n".join(named + problems))
+        return shardings
 
 
 def build_model(model: ModelConfig, compute: ComputeConfig) -> Model:

@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxlite.config.check import MESH_AXES
-from maxlite.config.schema import ParallelConfig
+from maxlite.config.schema import MESH_AXES, ParallelConfig
 from maxlite.errors import ConfigError
 
 WAYS_OUT = (
@@ -28,17 +27,18 @@ def resolve_degrees(parallel: ParallelConfig, level: str, num_devices: int) -> t
     Raises:
         ConfigError: their product is not `num_devices`; names the devices, the degrees and the ways out.
     """
-    degrees = [getattr(parallel, f"{level}_{axis}_parallelism") for axis in MESH_AXES]
+    names, degrees = zip(*parallel.degrees(level).items(), strict=True)
+    degrees = list(degrees)
     fixed = math.prod(degree for degree in degrees if degree != -1)
     if -1 in degrees and num_devices % fixed == 0:
         degrees[degrees.index(-1)] = num_devices // fixed
     if math.prod(degrees) != num_devices:
-        given = ", ".join(f"{level}_{axis}_parallelism={d}" for axis, d in zip(MESH_AXES, degrees, strict=True))
+        given = ", ".join(f"{name}={degree}" for name, degree in zip(names, degrees, strict=True))
         what = "devices" if level == "ici" else "slices"
         relation = "does not divide" if -1 in degrees else "is not"
         raise ConfigError(
             f"The {level} degrees ({given}) multiply to {fixed}, which {relation} the {num_devices} {what} here. "
-            + WAYS_OUT.format(needed=fixed)
+            + (WAYS_OUT.format(needed=fixed) if level == "ici" else "Change the dcn degrees.")
         )
     return tuple(degrees)
 

@@ -7,14 +7,14 @@ is the identity, so that layers can be tested alone.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import LogicalAxisRules
-from maxlite.errors import ConfigError
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -29,27 +29,39 @@ _CONTEXT: contextvars.ContextVar[_Context | None] = contextvars.ContextVar("mesh
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh, rules: LogicalAxisRules) -> Iterator[None]:
-    """Makes `mesh` and `rules` those that `constrain` follows, also for what is traced inside."""
+def use_mesh(mesh: Mesh, rules: LogicalAxisRules, matmul_precision: str = "default") -> Iterator[None]:
+    """Makes `mesh` and `rules` those that `constrain` follows, for all that is traced inside.
+
+    matmul_precision: of every matrix product traced inside, those of backward passes too.
+    """
     token = _CONTEXT.set(_Context(mesh, rules))
     try:
-        with jax.set_mesh(mesh):
+        precision = None if matmul_precision == "default" else matmul_precision
+        with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
             yield
     finally:
         _CONTEXT.reset(token)
 
 
+def mesh_axes(axis: str | None, rules: LogicalAxisRules) -> tuple[str, ...]:
+    """Returns the mesh axes that a logical axis lies along: those of the first row that names it."""
+    return next((row for name, row in rules if name == axis), ())
+
+
+def num_parts(axes: Iterable[str], mesh: Mesh) -> int:
+    """Returns into how many parts a dimension along these mesh axes is cut."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 def partition_spec(axes: LogicalAxes, rules: LogicalAxisRules) -> PartitionSpec:
     """Returns the spec of a tensor whose dimensions are named `axes`.
 
-    The first row that names an axis decides, and a mesh axis is used once: where an earlier dimension took
-    it, a later one goes without.
+    A mesh axis is used once: where an earlier dimension took it, a later one goes without.
     """
     taken: set[str] = set()
     entries = []
     for axis in axes:
-        mesh_axes = next((row for name, row in rules if name == axis), ()) if axis is not None else ()
-        free = tuple(mesh_axis for mesh_axis in mesh_axes if mesh_axis not in taken)
+        free = tuple(mesh_axis for mesh_axis in mesh_axes(axis, rules) if mesh_axis not in taken)
         taken.update(free)
         entries.append(None if not free else free[0] if len(free) == 1 else free)
     while entries and entries[-1] is None:
@@ -67,48 +79,35 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def shardings_of(shapes: Any, axes: Mapping[str, Any], mesh: Mesh, rules: LogicalAxisRules) -> Any:
+def shardings_of(shapes: Any, axes: Mapping[str, Any], mesh: Mesh, rules: LogicalAxisRules) -> tuple[Any, list[str]]:
     """Returns the NamedSharding of every leaf of a nested dict of shapes with logical axes of the same tree.
 
-    Raises:
-        ConfigError: lists every dimension that its mesh axes do not divide, by parameter, axis and size.
+    Beside them: one message for each dimension that its mesh axes do not divide.
     """
     problems: list[str] = []
 
     def of_leaf(path: tuple[Any, ...], shape: Any, names: LogicalAxes) -> NamedSharding:
         spec = partition_spec(names, rules)
         where = "/".join(str(getattr(step, "key", step)) for step in path)
-        problems.extend(_indivisible(f"parameter {where}", shape.shape, names, spec, mesh))
+        problems.extend(indivisible(f"parameter {where}", shape.shape, names, mesh, rules))
         return NamedSharding(mesh, spec)
 
-    result = jax.tree_util.tree_map_with_path(of_leaf, shapes, axes)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return result
+    return jax.tree_util.tree_map_with_path(of_leaf, shapes, axes), problems
 
 
-def require_divisible(
-    what: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules
-) -> None:
-    """Raises ConfigError if a dimension of `shape` is not divided by the mesh axes it lies along."""
-    problems = _indivisible(what, shape, axes, partition_spec(axes, rules), mesh)
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _indivisible(
-    what: str, shape: tuple[int, ...], names: LogicalAxes, spec: PartitionSpec, mesh: Mesh
-) -> Iterator[str] | list[str]:
-    problems = []
-    for size, name, entry in zip(shape, names, spec, strict=False):
-        mesh_axes = (entry,) if isinstance(entry, str) else (entry or ())
-        parts = 1
-        for axis in mesh_axes:
-            parts *= mesh.shape[axis]
-        if size % parts:
-            product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh_axes)
-            problems.append(
-                f"{what}: dimension {name} of size {size} is not divided by mesh axes {product}; "
+def indivisible(
+    what: str, shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules
+) -> Iterator[str]:
+    """Yields a message for each dimension of `shape` that its mesh axes do not divide."""
+    for size, name, entry in zip(shape, names, partition_spec(names, rules), strict=False):
+        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        if size % num_parts(axes, mesh):
+            yield (
+                f"{what}: dimension {name} of size {size} is not divided by mesh axes {describe_axes(axes, mesh)}; "
                 "change that size, the degrees, or the row of logical_axis_rules."
             )
-    return problems
+
+
+def describe_axes(axes: Iterable[str], mesh: Mesh) -> str:
+    """One phrase for messages: data=2 x fsdp=4."""
+    return " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)

@@ -60,7 +60,8 @@ class Loop:
                     passes = self.config.data.num_epoch
                     self.reporter.line(f"The data ended after {passes} passes, at step {done}.")
                     break
-                state = self._step(state, done, self.setup.place(batch), time.perf_counter() - began)
+                waited = time.perf_counter() - began
+                state = self._step(state, done, self.setup.place(batch), waited)
                 done += 1
                 if _is_due(self.config.train.eval_interval, done):
                     self._evaluate(state, done)
@@ -82,12 +83,17 @@ class Loop:
         state, metrics = self.setup.train_step(state, batch)
         traced = self.reporter.profiler.after_step(metrics)
         compilation = self.train_watch.check(arguments)
+        if compilation is not None and self.dispatched is not None:
+            # The step before was still in flight while this one compiled, and its time holds that.
+            self.dispatched = dataclasses.replace(self.dispatched, compile_seconds=compilation.seconds)
+        in_flight = self.dispatched is not None
         self._report()
         if traced is not None:
             self.reporter.line(f"Wrote a trace of {self.config.metrics.profiler_steps} steps to {traced}")
         if compilation is not None:
             self.reporter.line(compilation.warning or compile_line("train_step", compilation.seconds))
-        self.dispatched = _Dispatched(step, metrics, waited, compilation.seconds if compilation else 0.0)
+        compile_seconds = 0.0 if compilation is None or in_flight else compilation.seconds
+        self.dispatched = _Dispatched(step, metrics, waited, compile_seconds)
         return state
 
     def _report(self) -> None:

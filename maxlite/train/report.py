@@ -8,10 +8,9 @@ from maxlite.config.schema import Config
 from maxlite.errors import NonFiniteLossError
 from maxlite.metrics.flops import train_step_flops
 from maxlite.metrics.log_line import eval_line, step_line
-from maxlite.metrics.peak import peak_tflops
 from maxlite.metrics.profiler import StepProfiler
 from maxlite.metrics.progress import Progress
-from maxlite.metrics.rates import StepTiming, StepWork, device_memory_gib, step_tags
+from maxlite.metrics.rates import StepTiming, device_memory_gib, step_tags
 from maxlite.metrics.writers import MetricsWriter
 from maxlite.train.setup import Setup, describe_mesh
 
@@ -20,9 +19,8 @@ class Reporter:
     """Turns raw numbers into lines, rows and events."""
 
     def __init__(self, config: Config, setup: Setup, run: Path, progress: Progress, writer: MetricsWriter):
-        """Measures the peak of a CPU, if MFU needs it; that takes under a second."""
+        """Says nothing yet."""
         self._config, self._setup, self._progress, self._writer = config, setup, progress, writer
-        self._work = _step_work(config, setup)
         self._clock = time.perf_counter()
         self.profiler = StepProfiler(run, config.metrics)
 
@@ -44,10 +42,10 @@ class Reporter:
         self._clock = now
         memory = device_memory_gib(self._setup.devices[0])
         timing = StepTiming(now - before, data_wait_seconds, compile_seconds, memory[0] if memory else None)
-        tags = step_tags(scalars, timing, self._work)
+        tags = step_tags(scalars, timing, self._setup.work)
         self._writer.write(step, tags)
         rate = tags.get("perf/per_device_tokens_per_sec")
-        tokens_per_second = None if rate is None else rate * self._work.num_devices
+        tokens_per_second = None if rate is None else rate * self._setup.work.num_devices
         self._progress.update(step, tags["learning/loss"], tokens_per_second, tags.get("perf/mfu"))
         if step % self._config.metrics.log_period == 0 or step + 1 == self._config.train.steps:
             self.line(step_line(step, tags, memory[1] if memory else None))
@@ -83,14 +81,3 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
         f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
         f"and {attention:.1%} attention flops",
     ]
-
-
-def _step_work(config: Config, setup: Setup) -> StepWork:
-    length = config.data.max_target_length
-    setting, dtype = config.metrics.peak_tflops_per_device, setup.model.compute.dtype
-    return StepWork(
-        step_flops=train_step_flops(config.model, setup.rows, length).total,
-        padded_tokens=setup.rows * length,
-        num_devices=len(setup.devices),
-        peak_tflops=peak_tflops(setting, setup.devices[0], dtype),
-    )

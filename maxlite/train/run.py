@@ -12,7 +12,7 @@ from maxlite.checkpoint.run_directory import RunDirectory, check_same_model
 from maxlite.config.load import dump_config, load_config
 from maxlite.config.schema import Config
 from maxlite.data.pipeline import Dataset, build_dataset
-from maxlite.errors import DataError, OutOfMemoryError, PreemptedError
+from maxlite.errors import CheckpointError, DataError, OutOfMemoryError, PreemptedError
 from maxlite.metrics.out_of_memory import is_out_of_memory, out_of_memory_advice
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.writers import MetricsWriter
@@ -51,7 +51,7 @@ def run_train(config: Config) -> TrainResult:
     prepare_jax(config.run)
     try:
         setup = build_setup(config)
-        with use_mesh(setup.mesh, config.parallel.logical_axis_rules):
+        with use_mesh(setup.mesh, config.parallel.logical_axis_rules, config.compute.matmul_precision):
             return _run(config, setup)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
@@ -112,8 +112,13 @@ def _first_state(
 ) -> tuple[TrainState, int]:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
     for skipped in checkpointer.skipped_steps:
-        progress.line(f"Skipped a save that never ended: {skipped}")
-    latest = checkpointer.latest_step() if config.checkpoint.enable_checkpointing else None
+        progress.line(f"Skipped an incomplete checkpoint: {skipped}")
+    latest = checkpointer.latest_step()
+    if latest is not None and not config.checkpoint.enable_checkpointing:
+        raise CheckpointError(
+            f"This run has a checkpoint of step {latest}, and enable_checkpointing=false would begin again beside it; "
+            "choose another run_name, or leave checkpointing on to go on."
+        )
     if latest is not None:
         state, data_state = checkpointer.restore(latest, setup.abstract)
         if data_state[DATA_FINGERPRINT] != dataset.fingerprint:

@@ -8,17 +8,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from maxlite.config.check import LEVELS, MESH_AXES
 from maxlite.config.schema import Config
 from maxlite.data.batch import Batch
 from maxlite.errors import ConfigError, OutOfMemoryError
+from maxlite.metrics.flops import train_step_flops
+from maxlite.metrics.peak import peak_tflops
+from maxlite.metrics.rates import StepWork
 from maxlite.model.build import Model, build_model
 from maxlite.parallel.devices import device_memory_bytes, run_devices
 from maxlite.parallel.mesh import build_mesh
-from maxlite.parallel.sharding import partition_spec
+from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts, partition_spec
 from maxlite.train.optimizer import build_optimizer, build_schedule, decayed_parameters
 from maxlite.train.state import TrainState, abstract_state, state_bytes, state_shardings
-from maxlite.train.step import LossSums, build_eval_step, build_loss, build_train_step
+from maxlite.train.step import LossSums, automatic_tiles, build_eval_step, build_loss, build_train_step
 
 GIB = 2**30
 
@@ -28,6 +30,7 @@ class Setup:
     """The compiled parts of a run and what they work on.
 
     rows: rows of a global batch. abstract, abstract_batch: shapes, dtypes and shardings of the step's arguments.
+    work: what a step computes, for rates and MFU.
     train_step, eval_step: jitted. place: puts a batch of numpy arrays [rows, T] on the mesh.
     """
 
@@ -37,6 +40,7 @@ class Setup:
     rows: int
     abstract: TrainState
     abstract_batch: Batch
+    work: StepWork
     optimizer: Any
     train_step: Any
     eval_step: Callable[[Any, Batch], LossSums]
@@ -59,7 +63,12 @@ def build_setup(config: Config) -> Setup:
     shardings = state_shardings(model, optimizer, mesh, config.parallel.logical_axis_rules)
     abstract = abstract_state(model, optimizer, shardings)
     _require_memory(config, abstract, devices)
-    loss = build_loss(model, config.compute.num_vocab_tiling, config.train.z_loss_multiplier)
+    micro_batch_rows = rows // config.train.gradient_accumulation_steps
+    batch_parts = num_parts(mesh_axes("batch", config.parallel.logical_axis_rules), mesh)
+    tiles = config.compute.num_vocab_tiling or automatic_tiles(
+        (micro_batch_rows // batch_parts, config.data.max_target_length), config.model.vocab_size
+    )
+    loss = build_loss(model, tiles, config.train.z_loss_multiplier)
     step = build_train_step(loss, optimizer, schedule, config.train, config.optimizer)
     batch_sharding = NamedSharding(mesh, partition_spec(("batch", None), config.parallel.logical_axis_rules))
     return Setup(
@@ -69,6 +78,7 @@ def build_setup(config: Config) -> Setup:
         rows=rows,
         abstract=abstract,
         abstract_batch=_abstract_batch((rows, config.data.max_target_length), batch_sharding),
+        work=_step_work(config, model, devices, rows),
         optimizer=optimizer,
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)),
         eval_step=jax.jit(build_eval_step(loss)),
@@ -90,17 +100,13 @@ def global_rows(config: Config, num_devices: int, mesh: Mesh) -> int:
             f"per_device_batch_size={per_device:g} times {num_devices} devices is {exact:g} rows; "
             "a batch is a whole number of rows."
         )
-    spec = partition_spec(("batch",), config.parallel.logical_axis_rules)
-    axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    axes = mesh_axes("batch", config.parallel.logical_axis_rules)
     micro_batches = config.train.gradient_accumulation_steps
-    parts = micro_batches
-    for axis in axes:
-        parts *= mesh.shape[axis]
+    parts = micro_batches * num_parts(axes, mesh)
     if rows % parts:
-        sizes = " x ".join([f"{axis}={mesh.shape[axis]}" for axis in axes])
         raise ConfigError(
             f"A batch of {rows} rows (per_device_batch_size={per_device:g} x {num_devices} devices) is not divided by "
-            f"{sizes} x gradient_accumulation_steps={micro_batches} = {parts}; change one of these."
+            f"{describe_axes(axes, mesh)} x gradient_accumulation_steps={micro_batches} = {parts}; change one of these."
         )
     return rows
 
@@ -110,6 +116,17 @@ def _abstract_batch(shape: tuple[int, int], sharding: NamedSharding) -> Batch:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     return Batch(of("int32"), of("int32"), of("float32"), of("int32"), of("int32"))
+
+
+def _step_work(config: Config, model: Model, devices: list[jax.Device], rows: int) -> StepWork:
+    length = config.data.max_target_length
+    return StepWork(
+        step_flops=train_step_flops(config.model, rows, length).total,
+        padded_tokens=rows * length,
+        num_devices=len(devices),
+        # Measures a matmul on one CPU device, so the mesh must not be in context yet.
+        peak_tflops=peak_tflops(config.metrics.peak_tflops_per_device, devices[0], model.compute.dtype),
+    )
 
 
 def describe_mesh(mesh: Mesh) -> str:
@@ -123,11 +140,8 @@ def _require_memory(config: Config, abstract: TrainState, devices: list[jax.Devi
     needed = state_bytes(abstract) + state_bytes(abstract._replace(opt_state=()))
     if available is None or needed <= available:
         return
-    degrees = ", ".join(
-        f"{level}_{axis}_parallelism={getattr(config.parallel, f'{level}_{axis}_parallelism')}"
-        for level in LEVELS
-        for axis in MESH_AXES
-    )
+    given = {**config.parallel.degrees("dcn"), **config.parallel.degrees("ici")}
+    degrees = ", ".join(f"{name}={degree}" for name, degree in given.items())
     raise OutOfMemoryError(
         f"Parameters, gradients and optimizer state take {needed / GIB:.1f} GiB on each of {len(devices)} "
         f"{devices[0].platform} devices ({degrees}), and one has {available / GIB:.1f} GiB. "

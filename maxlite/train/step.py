@@ -30,7 +30,7 @@ class LossSums(NamedTuple):
 LossFunction = Callable[[Any, Batch, jax.Array], LossSums]
 
 
-def build_loss(model: Model, num_vocab_tiling: int, z_loss_multiplier: float) -> LossFunction:
+def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float) -> LossFunction:
     """Returns `loss(params, batch, scale)`: the sums over the batch, each target's loss times `scale`."""
 
     def loss(params: Any, batch: Batch, scale: jax.Array) -> LossSums:
@@ -40,7 +40,7 @@ def build_loss(model: Model, num_vocab_tiling: int, z_loss_multiplier: float) ->
             model.unembedding(params),
             batch.targets,
             batch.loss_mask * scale,
-            num_tiles=num_vocab_tiling or automatic_tiles(batch.inputs.shape, model.config.vocab_size),
+            num_tiles=num_tiles,
             z_loss_multiplier=z_loss_multiplier,
         )
         return LossSums(lm_loss, z_loss, jnp.sum(batch.loss_mask))
@@ -48,8 +48,11 @@ def build_loss(model: Model, num_vocab_tiling: int, z_loss_multiplier: float) ->
     return loss
 
 
-def automatic_tiles(shape: tuple[int, ...], vocab_size: int) -> int:
-    """Returns the fewest tiles that keep the logits of one below AUTO_TILE_BYTES: a power of two, at most T."""
+def automatic_tiles(shape: tuple[int, int], vocab_size: int) -> int:
+    """Returns the fewest tiles that keep the logits of one below AUTO_TILE_BYTES: a power of two, at most T.
+
+    shape: rows and length of what one device has at once.
+    """
     rows, length = shape
     tiles = 1
     while tiles * 2 <= length and rows * length * vocab_size * 4 > AUTO_TILE_BYTES * tiles:
@@ -76,10 +79,11 @@ def build_train_step(
         weight = jnp.sum(batch.loss_mask)
         scale = 1.0 / jnp.maximum(weight, 1.0)
         sums, gradients = _gradients(loss, state.params, batch, scale, micro_batches)
-        raw_norm = optax.tree.norm(gradients)
+        raw_norm = _norm(gradients)
         norm = raw_norm if threshold == 0 else jnp.minimum(raw_norm, threshold)
         # A norm of 0 leaves nothing to scale; NaN and inf go through, to be seen in the loss.
-        gradients = jax.tree.map(lambda g: g * (norm / jnp.where(raw_norm == 0, 1.0, raw_norm)), gradients)
+        factor = norm / jnp.where(raw_norm == 0, 1.0, raw_norm)
+        gradients = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), gradients, state.params)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, has_targets=weight > 0)
         params = optax.apply_updates(state.params, updates)
         loss_value = sums.lm_loss + sums.z_loss
@@ -90,12 +94,17 @@ def build_train_step(
             "total_weights": weight,
             "raw_grad_norm": raw_norm,
             "grad_norm": norm,
-            "param_norm": optax.tree.norm(params),
+            "param_norm": _norm(params),
             "current_learning_rate": schedule(state.step),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step
+
+
+def _norm(tree: Any) -> jax.Array:
+    """Global L2 norm, its sum in float32 whatever the dtype."""
+    return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
 
 
 def _gradients(

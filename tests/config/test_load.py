@@ -232,11 +232,27 @@ VARIANTS = [
 def test_a_dumped_config_reloads_to_the_same_values(overrides, tmp_path):
     config = load_config("base.yml", overrides, {})
     (tmp_path / "config.yml").write_text(dump_config(config))
-    for path in (tmp_path, tmp_path / "config.yml"):
-        again = load_config(str(path), [], {})
-        assert again.flat() == config.flat()
-        assert dump_config(again) == dump_config(config)
-        assert set(again.sources.values()) <= {f"{tmp_path}/config.yml:{n}" for n in range(2, 2 + len(KEYS) * 3)}
+    again = load_config(str(tmp_path / "config.yml"), [], {})
+    assert again.flat() == config.flat()
+    assert dump_config(again) == dump_config(config)
+    assert set(again.sources.values()) <= {f"{tmp_path}/config.yml:{n}" for n in range(2, 2 + len(KEYS) * 3)}
+
+
+def test_a_run_directory_is_the_run_wherever_it_is(tmp_path):
+    config = load_config("base.yml", ["run_name=old", "base_output_directory=somewhere"], {})
+    (tmp_path / "config.yml").write_text(dump_config(config))
+    again = load_config(str(tmp_path), [], {})
+    places = {"base_output_directory": str(tmp_path.parent), "run_name": tmp_path.name}
+    assert again.flat() == config.flat() | places
+    assert again.sources["run_name"] == f"run directory {tmp_path}"
+    assert load_config(str(tmp_path), ["run_name=new"], {}).run.run_name == "new"
+
+
+def test_another_model_takes_the_place_of_the_saved_one_whole(tmp_path):
+    (tmp_path / "config.yml").write_text(dump_config(load_config("base.yml", ["model=llama3.1-8b"], {})))
+    for name in ("llama3-8b", "default"):
+        plain = load_config("base.yml", [f"model={name}"], {})
+        assert load_config(str(tmp_path), [f"model={name}"], {}).model == plain.model
 
 
 def test_a_dumped_config_takes_overrides_and_another_model(tmp_path):
@@ -252,7 +268,7 @@ def test_a_dumped_config_does_not_need_its_model_yaml(tmp_path, model_yaml):
     config = load_config("base.yml", [model_yaml("emb_dim: 40\n")], {})
     (tmp_path / "config.yml").write_text(dump_config(config))
     (tmp_path / "models" / "x.yml").unlink()
-    assert load_config(str(tmp_path), [], {}).flat() == config.flat()
+    assert load_config(str(tmp_path / "config.yml"), [], {}).flat() == config.flat()
 
 
 def test_a_dump_is_plain_yaml_with_its_mark():

@@ -141,14 +141,3 @@ def test_a_cache_gives_the_hidden_states_of_the_whole_row(overrides, stacked, ti
         parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
     assert int(cache.index) == 9
-
-
-def test_precision_reaches_the_program(tiny_config):
-    tokens = jnp.zeros((1, 4), jnp.int32)
-
-    def program(precision):
-        config = tiny_config(f"matmul_precision={precision}")
-        model = build_model(config.model, config.compute)
-        return str(jax.make_jaxpr(lambda p: model.apply(p, tokens, tokens).hidden)(model.abstract_params))
-
-    assert "HIGHEST" in program("highest") and "HIGHEST" not in program("default")

@@ -38,6 +38,12 @@ def test_every_split_of_eight_devices_gives_the_losses_of_one(train, one_device_
         assert abs(loss - one_device_losses[step]) < 1e-5
 
 
+def test_accumulation_on_a_mesh_gives_the_losses_of_one_device(train, one_device_losses, logged):
+    losses = logged(train(*GLOBAL_BATCH, "cpu_devices=8", "gradient_accumulation_steps=2", *degrees(2, 2, 2)))
+    assert losses.keys() == one_device_losses.keys()
+    assert all(abs(loss - one_device_losses[step]) < 1e-5 for step, loss in losses.items())
+
+
 def resumable(corpus) -> tuple[str, ...]:
     return (
         "dataset_type=text",
@@ -235,6 +241,28 @@ def test_a_stop_signal_saves_and_exits_with_75_and_the_same_command_goes_on(tmp_
     assert "SIGTERM: saved step" in err and "Traceback" not in err
     (step,) = [int(folder.name) for folder in (tmp_path / "stopped" / "checkpoints").iterdir()]
     assert list(logged(tmp_path / "stopped")) == list(range(step))
+
+
+def test_mfu_is_measured_on_fake_devices_too(train, logged):
+    result = train("run_name=mfu", "steps=3", "eval_interval=0", "cpu_devices=8", "peak_tflops_per_device=auto")
+    assert all(0 < mfu < 2 for mfu in logged(result, "perf/mfu").values())
+    assert len(logged(result, "perf/mfu")) == 2
+
+
+def test_a_run_with_checkpoints_does_not_begin_again_without_them(train):
+    train("run_name=kept", "steps=1", "eval_interval=0")
+    with pytest.raises(CheckpointError, match="enable_checkpointing=false"):
+        train("run_name=kept", "steps=2", "enable_checkpointing=false")
+
+
+def test_a_moved_run_directory_goes_on_where_it_is(train, tmp_path, logged):
+    from maxlite.config.load import load_config
+
+    train("run_name=here", "steps=1", "eval_interval=0")
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "here").rename(tmp_path / "elsewhere" / "there")
+    result = run_train(load_config(str(moved), ["steps=2"], {}))
+    assert result.run_directory == moved and list(logged(moved)) == [0, 1]
 
 
 def test_programs_are_written_and_hold_no_full_logits(train):

@@ -30,7 +30,7 @@ def build_parts(config):
     model = build_model(config.model, config.compute)
     schedule = build_schedule(config.optimizer, config.train.steps)
     optimizer = build_optimizer(config.optimizer, schedule, decayed_parameters(model.logical_axes))
-    loss = build_loss(model, config.compute.num_vocab_tiling, config.train.z_loss_multiplier)
+    loss = build_loss(model, config.compute.num_vocab_tiling or 1, config.train.z_loss_multiplier)
     step = jax.jit(build_train_step(loss, optimizer, schedule, config.train, config.optimizer))
     state = jax.jit(lambda key: init_state(model, optimizer, key))(jax.random.key(0))
     return model, loss, step, state
@@ -128,6 +128,16 @@ def test_packed_documents_give_the_loss_of_each_alone(tiny_config):
     ]
     assert np.abs(hidden[0][0, :5] - hidden[1][0, :5]).max() > 1e-3
     np.testing.assert_array_equal(hidden[0][0, 5:21], hidden[1][0, 5:21])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+def test_a_step_changes_no_dtype_of_the_state(tiny_config, weight_dtype, parts):
+    config = tiny_config(f"weight_dtype={weight_dtype}", f"gradient_accumulation_steps={parts}")
+    _, _, step, state = build_parts(config)
+    after, metrics = jax.eval_shape(step, state, make_batch([32, 9]))
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
+    assert {str(value.dtype) for value in metrics.values()} == {"float32"}
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 8])
