@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from maxlite.config.degrees import resolve_degrees
 from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, Config
+from maxlite.errors import ConfigError
 
 
 def check_heads(config: Config) -> Iterator[str]:
@@ -63,16 +65,21 @@ def check_lengths(config: Config) -> Iterator[str]:
 
 
 def check_degrees(config: Config) -> Iterator[str]:
-    """Each level has at most one -1 and no zero, and with fake devices the product is known already."""
+    """Each level has at most one -1 and no zero; with fake devices their number is known already."""
     for level in LEVELS:
         degrees = config.parallel.degrees(level)
         free = [name for name, degree in degrees.items() if degree == -1]
+        zeros = [name for name, degree in degrees.items() if degree == 0]
         if len(free) > 1:
             given = ", ".join(f"{name} ({config.sources[name]})" for name in free)
             yield f"Only one {level} degree may be -1, but these are: {given}; give the others a number."
-        for name, degree in degrees.items():
-            if degree == 0:
-                yield f"{name}=0: a degree is at least 1, or -1 for the devices left over."
+        for name in zeros:
+            yield f"{name}=0: a degree is at least 1, or -1 for the devices left over."
+        if config.run.cpu_devices and len(free) <= 1 and not zeros:
+            try:
+                resolve_degrees(config.parallel, level, config.run.cpu_devices if level == "ici" else 1)
+            except ConfigError as error:
+                yield str(error)
 
 
 def check_axis_rules(config: Config) -> Iterator[str]:

@@ -86,7 +86,7 @@ class ModelConfig:
 
     vocab_size: int = key("Rows of the embedding.", minimum=1)
     emb_dim: int = key("Width of the residual stream.", minimum=1)
-    num_decoder_layers: int = key("Number of residual blocks.", minimum=1)
+    num_decoder_layers: int = key("Number of residual blocks.", minimum=1, maximum=10_000)
     num_query_heads: int = key("Number of attention heads.", minimum=1)
     num_kv_heads: int = key("Number of key and value heads.", minimum=1)
     head_dim: int = key("Width of one head; even, for rotary positions.", minimum=2)
@@ -145,7 +145,7 @@ class DataConfig:
     eval_dataset_path: tuple[str, ...] | None = key("Held-out files, folders or globs.")
     eval_fraction: float = key("Share of the documents held out.", minimum=0, maximum=0.9)
     max_target_length: int = key("Tokens in a row.", minimum=1)
-    per_device_batch_size: float = key("Rows a device and step.", above=0)
+    per_device_batch_size: float = key("Rows a device and step.", above=0, maximum=1_000_000)
     packing: bool = key("Several short documents in one row.")
     long_documents: str = key("What happens to a document longer than a row.", choices=("split", "truncate"))
     add_bos: bool = key("Begin each document with the begin mark.")

@@ -12,7 +12,8 @@ from maxlite.config.yaml_file import refuse_unsafe
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")
 # Counts and sizes end up in 32-bit integers; only a key with a `maximum` of its own may be larger.
 _LARGEST_INTEGER = 2**31 - 1
-_NULLS = ("null", "none", "~", "")
+MAY_BE_EMPTY = frozenset({"prompt"})
+_NULLS = ("null", "none", "~")
 
 
 def parse_value(key: Key, raw: Any) -> Any:
@@ -25,6 +26,9 @@ def parse_value(key: Key, raw: Any) -> Any:
         if not key.optional:
             raise ValueError("null is not allowed")
         return None
+    if raw == "" and key.name not in MAY_BE_EMPTY:
+        # Nine times in ten a shell variable that is not set.
+        raise ValueError("empty; write null to unset a key that may be null" if key.optional else "empty")
     value = _PARSERS[key.type](raw)
     _require_allowed(key, value)
     return value

@@ -88,7 +88,7 @@ def read_prompts(
 def _split_ids(text: str, reading: _Reading) -> list[Any]:
     # What is no number stays text, for the message that shows it.
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    return [int(part) if part.removeprefix("-").isdecimal() else part for part in parts]
+    return [int(part) if part.removeprefix("-").isdecimal() and len(part) < 20 else part for part in parts]
 
 
 def _read_lines(file: Path) -> list[str]:
@@ -113,7 +113,9 @@ def _from_line(line: str, reading: _Reading) -> Prompt:
         return reading.from_text(line)
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
+        if not isinstance(error, json.JSONDecodeError):
+            raise DataError(f"{reading.where}: JSON that is nested too deeply or holds too long a number.") from error
         raise DataError(
             f"{reading.where}: a line that begins with {{ is read as JSON, and this is none ({error.msg} at character "
             f'{error.pos + 1}); text that begins so is written {{"prompt": "..."}}.'

@@ -67,7 +67,8 @@ def candidates(logits: jax.Array, cuts: Cuts) -> tuple[jax.Array, jax.Array]:
 
     Returns: logits [B, C], -inf for what was cut, and their token ids [B, C]; C is top_k, or V without that cut.
     """
-    logits = logits / cuts.temperature
+    # From the best one down, so that a temperature near 0 gives 0 and -inf, never inf.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / cuts.temperature
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     if 0 < cuts.top_k < logits.shape[1]:
         logits, ids = jax.lax.top_k(logits, cuts.top_k)

@@ -35,6 +35,10 @@ class Progress:
         self._task = self._bar.add_task("", total=total_steps, completed=start_step, numbers="compiling")
         self._draw_at = 0.0
 
+    def start_at(self, step: int) -> None:
+        """Begins the bar at the steps that an earlier run has done, so that they do not count as speed."""
+        self._bar.reset(self._task, completed=step, start=True)
+
     def line(self, text: str) -> None:
         """Prints a line above the bar, unwrapped and as it is."""
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """The devices of a run: those of the machine, or fake ones on its CPU."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ def prepare_jax(run: RunConfig) -> None:
     In a process whose devices exist already (a test, a notebook), `run_devices` takes the first ones instead.
     """
     if run.jax_cache_dir is not None:
+        _require_writable(Path(run.jax_cache_dir).expanduser())
         jax.config.update("jax_compilation_cache_dir", str(Path(run.jax_cache_dir).expanduser()))
         # jax's own defaults leave small programs out; a run's start is made of small programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -41,6 +43,16 @@ def run_devices(run: RunConfig) -> list[jax.Device]:
             "start a new one, without xla_force_host_platform_device_count in XLA_FLAGS."
         )
     return devices[: run.cpu_devices]
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"jax_cache_dir={folder} can't be written; choose another folder, or jax_cache_dir=null.")
 
 
 def device_memory_bytes(devices: list[jax.Device]) -> int | None:

@@ -44,14 +44,16 @@ class Loop:
         self.dispatched: _Dispatched | None = None
         self.evaluated_at: int | None = None
 
-    def run(self, state: TrainState, start: int, save: Save | None) -> tuple[TrainState, int, str | None]:
-        """Trains from step `start`. Returns the state, the steps done, and the signal that ended it early, if any.
+    def run(self, state: TrainState, start: int, save: Save | None, stop: StopSignal) -> tuple[TrainState, int]:
+        """Trains from step `start` until the last one, the end of the data, or a signal noted by `stop`.
+
+        Returns: the state and the steps done.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite, and the config says to stop then.
         """
         done = start
-        with StopSignal() as stop, self.reporter.profiler, self.train_watch, self.eval_watch:
+        with self.reporter, self.train_watch, self.eval_watch:
             self.reporter.restart_clock()
             while done < self.config.train.steps and stop.received is None:
                 began = time.perf_counter()
@@ -66,16 +68,22 @@ class Loop:
                 if _is_due(self.config.train.eval_interval, done):
                     self._evaluate(state, done)
                 if save is not None and _is_due(self.config.checkpoint.checkpoint_period, done):
-                    self._report()
-                    save(done, state)
-                    self.reporter.restart_clock()
+                    self._save(save, state, done)
             self._report()
-            if stop.received is None and self.config.train.eval_interval and self.evaluated_at != done:
-                self._evaluate(state, done)
-            wanted = stop.received is not None or self.config.checkpoint.save_checkpoint_on_completion
-            if save is not None and wanted and done > start:
-                save(done, state)
-        return state, done, stop.received
+            if done > start:
+                if stop.received is None and self.config.train.eval_interval and self.evaluated_at != done:
+                    self._evaluate(state, done)
+                wanted = stop.received is not None or self.config.checkpoint.save_checkpoint_on_completion
+                if save is not None and wanted:
+                    self._save(save, state, done)
+        return state, done
+
+    def _save(self, save: Save, state: TrainState, done: int) -> None:
+        # First the rows of the steps that the checkpoint holds: a run resumed from it will not write them again.
+        self._report()
+        self.reporter.flush()
+        save(done, state)
+        self.reporter.restart_clock()
 
     def _step(self, state: TrainState, step: int, batch: Batch, waited: float) -> TrainState:
         arguments = {"state": state, "batch": batch}
@@ -109,8 +117,9 @@ class Loop:
             batches, steps = self.dataset.eval_batches(), self.config.train.eval_steps
             tags = evaluate(self.setup.eval_step, state.params, batches, steps, self.setup.place)
             compilation = self.eval_watch.check({"params": state.params})
-            if compilation is not None and compilation.warning is not None:
-                self.reporter.line(compilation.warning)
+            if compilation is not None:
+                tags["eval/step_time_seconds"] -= compilation.seconds
+                self.reporter.line(compilation.warning or compile_line("eval_step", compilation.seconds))
             self.reporter.evaluation(done - 1, tags)
         self.evaluated_at = done
         self.reporter.restart_clock()

@@ -3,6 +3,7 @@
 import math
 import time
 from pathlib import Path
+from typing import Self
 
 from maxlite.config.schema import Config
 from maxlite.errors import NonFiniteLossError
@@ -16,13 +17,33 @@ from maxlite.train.setup import Setup, describe_mesh
 
 
 class Reporter:
-    """Turns raw numbers into lines, rows and events."""
+    """Turns raw numbers into lines, rows and events.
+
+    A step's row waits for the evaluation that may follow the step, so that metrics.jsonl has one object a step;
+    `flush`, the next step and the end of the `with` block write it.
+    """
 
     def __init__(self, config: Config, setup: Setup, run: Path, progress: Progress, writer: MetricsWriter):
         """Says nothing yet."""
         self._config, self._setup, self._progress, self._writer = config, setup, progress, writer
         self._clock = time.perf_counter()
+        self._row: tuple[int, dict[str, float]] | None = None
         self.profiler = StepProfiler(run, config.metrics)
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Writes what waits, also when the run fails: the last row is the one that says why."""
+        self.flush()
+        self.profiler.close()
+
+    def flush(self) -> None:
+        """Writes the row that waits."""
+        if self._row is not None:
+            self._writer.write(*self._row)
+            self._row = None
 
     def line(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""
@@ -36,34 +57,39 @@ class Reporter:
         """Reports a training step that has just ended.
 
         Raises:
-            NonFiniteLossError: its loss is NaN or infinite, and the config says to stop then.
+            NonFiniteLossError: its loss, gradients or parameters are NaN or infinite, and the config says to stop then.
         """
         now, before = time.perf_counter(), self._clock
         self._clock = now
         memory = device_memory_gib(self._setup.devices[0])
         timing = StepTiming(now - before, data_wait_seconds, compile_seconds, memory[0] if memory else None)
         tags = step_tags(scalars, timing, self._setup.work)
-        self._writer.write(step, tags)
+        self.flush()
+        self._row = (step, tags)
         rate = tags.get("perf/per_device_tokens_per_sec")
         tokens_per_second = None if rate is None else rate * self._setup.work.num_devices
         self._progress.update(step, tags["learning/loss"], tokens_per_second, tags.get("perf/mfu"))
         if step % self._config.metrics.log_period == 0 or step + 1 == self._config.train.steps:
             self.line(step_line(step, tags, memory[1] if memory else None))
-        self._require_finite(step, tags["learning/loss"])
+        self._require_finite(step, tags)
 
     def evaluation(self, step: int, tags: dict[str, float]) -> None:
         """Reports the evaluation that followed training step `step`."""
-        self._writer.write(step, tags)
+        assert self._row is not None and self._row[0] == step, "an evaluation follows the step that it is of"
+        self._row[1].update(tags)
         self.line(eval_line(step, tags))
 
-    def _require_finite(self, step: int, loss: float) -> None:
+    def _require_finite(self, step: int, tags: dict[str, float]) -> None:
         train = self._config.train
-        if (math.isnan(loss) and train.abort_on_nan_loss) or (math.isinf(loss) and train.abort_on_inf_loss):
-            raise NonFiniteLossError(
-                f"The loss of step {step} is {loss}. Nothing was saved after it; the checkpoints before it are intact. "
-                "Lower learning_rate, lengthen warmup_steps_fraction, or look at the data of that step; "
-                "abort_on_nan_loss=false and abort_on_inf_loss=false go on regardless."
-            )
+        # A loss that is finite still may have gradients that are not, and then the parameters are lost already.
+        for name in ("loss", "raw_grad_norm", "param_norm"):
+            value = tags[f"learning/{name}"]
+            if (math.isnan(value) and train.abort_on_nan_loss) or (math.isinf(value) and train.abort_on_inf_loss):
+                raise NonFiniteLossError(
+                    f"The {name} of step {step} is {value}. Nothing was saved after it; the checkpoints before it are "
+                    "intact. Lower learning_rate, lengthen warmup_steps_fraction, or look at the data of that step; "
+                    "abort_on_nan_loss=false and abort_on_inf_loss=false go on regardless."
+                )
 
 
 def start_lines(config: Config, setup: Setup) -> list[str]:

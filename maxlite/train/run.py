@@ -9,6 +9,7 @@ import jax
 from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.restore import restore_parameters
 from maxlite.checkpoint.run_directory import RunDirectory, check_same_model
+from maxlite.config.inert import inert_keys
 from maxlite.config.load import dump_config, load_config
 from maxlite.config.schema import Config
 from maxlite.data.pipeline import Dataset, build_dataset
@@ -23,6 +24,7 @@ from maxlite.train.program import dump_programs
 from maxlite.train.report import Reporter, start_lines
 from maxlite.train.setup import Setup, build_setup
 from maxlite.train.state import TrainState, fresh_state, init_state
+from maxlite.train.stop_signal import StopSignal
 
 DATA_FINGERPRINT = "fingerprint"
 DATA_POSITION = "position"
@@ -48,16 +50,17 @@ def run_train(config: Config) -> TrainResult:
     Raises:
         MaxliteError: its children say what went wrong; PreemptedError after a stop signal, when the run has saved.
     """
-    prepare_jax(config.run)
-    try:
-        setup = build_setup(config)
-        with use_mesh(setup.mesh, config.parallel.logical_axis_rules, config.compute.matmul_precision):
-            return _run(config, setup)
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
-            raise
-        sections = (config.compute, config.data, config.train, config.parallel, config.optimizer)
-        raise OutOfMemoryError(out_of_memory_advice(str(error) or "the host's memory", *sections)) from error
+    with StopSignal() as stop:
+        prepare_jax(config.run)
+        try:
+            setup = build_setup(config)
+            with use_mesh(setup.mesh, config.parallel.logical_axis_rules, config.compute.matmul_precision):
+                return _run(config, setup, stop)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
+                raise
+            sections = (config.compute, config.data, config.train, config.parallel, config.optimizer)
+            raise OutOfMemoryError(out_of_memory_advice(str(error) or "the host's memory", *sections)) from error
 
 
 def run_name(config: Config) -> str:
@@ -66,16 +69,17 @@ def run_name(config: Config) -> str:
     return config.run.run_name or Path(config.run.model).name.removesuffix(".yml").removesuffix(".yaml")
 
 
-def _run(config: Config, setup: Setup) -> TrainResult:
+def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
+    dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
     directory = RunDirectory(config.run.base_output_directory, run_name(config))
     with directory.lock(), Progress(config.train.steps, 0) as progress:
-        changed = _check_saved_config(config, directory)
-        dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
+        changed = _check_saved_config(config, directory) + inert_keys(config)
         run = f"Run: {directory.path}, model {config.run.model}"
         for line in (run, *start_lines(config, setup), dataset.summary, *changed):
             progress.line(line)
         checkpointer = Checkpointer(directory.path, config.checkpoint)
         state, start = _first_state(config, setup, dataset, checkpointer, progress)
+        progress.start_at(start)
         if start >= config.train.steps:
             progress.line(
                 f"Nothing to do: step {start} is reached already and steps={config.train.steps}. "
@@ -89,12 +93,12 @@ def _run(config: Config, setup: Setup) -> TrainResult:
             loop = Loop(config, setup, dataset, Reporter(config, setup, directory.path, progress, writer))
             save = _saving(checkpointer, dataset) if config.checkpoint.enable_checkpointing else None
             try:
-                state, done, stopped = loop.run(state, start, save)
+                state, done = loop.run(state, start, save, stop)
             finally:
                 checkpointer.close()
-        if stopped is not None:
-            saved = f"saved step {done}" if save else "saved nothing (enable_checkpointing=false)"
-            raise PreemptedError(f"{stopped}: {saved}; run the same command again to go on.")
+        if stop.received is not None and done < config.train.steps:
+            saved = f"saved step {done}" if save and done > start else "nothing new to save"
+            raise PreemptedError(f"{stop.received}: {saved}; run the same command again to go on.")
         return TrainResult(directory.path, setup, dataset, state.params, done)
 
 

@@ -8,7 +8,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Notes the first signal; a second one acts as it would without this class."""
+    """Notes the first signal. A second Ctrl-C interrupts at once; more SIGTERMs change nothing.
+
+    Listens for the whole of a run, also while it starts and while it waits for its last save.
+    """
 
     def __init__(self) -> None:
         """Nothing is caught before the `with` block begins."""
@@ -23,14 +26,11 @@ class StopSignal:
 
     def __exit__(self, *_: object) -> None:
         """Gives the handlers back."""
-        self._restore()
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         del frame
-        self.received = signal.Signals(number).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-        self._earlier.clear()
+        if number == signal.SIGINT and self.received is not None:
+            raise KeyboardInterrupt
+        self.received = self.received or signal.Signals(number).name

@@ -50,11 +50,18 @@ def test_bounds_are_inclusive_and_seeds_may_use_32_bits():
             parse_value(KEYS[name], raw)
 
 
-@pytest.mark.parametrize("raw", [None, "null", "None", "~", ""])
+@pytest.mark.parametrize("raw", [None, "null", "None", "~"])
 def test_not_set(raw):
     assert parse_value(KEYS["run_name"], raw) is None
     with pytest.raises(ValueError):
         parse_value(KEYS["steps"], raw)
+
+
+@pytest.mark.parametrize("name", ["run_name", "dataset_path", "base_output_directory", "load_parameters_path"])
+def test_an_empty_value_is_an_unset_variable_and_refused(name):
+    with pytest.raises(ValueError, match="empty"):
+        parse_value(KEYS[name], "")
+    assert parse_value(KEYS["prompt"], "") == ""
 
 
 def test_text_keeps_its_spelling():
@@ -99,5 +106,5 @@ def test_what_is_allowed_in_words():
     assert describe_allowed(KEYS["init_weights_seed"]) == "a whole number, at least 0, at most 4294967295"
     assert describe_allowed(KEYS["profiler"]) == "one of xplane, or null"
     assert describe_allowed(KEYS["attention_pattern"]) == "a list of full, local"
-    assert describe_allowed(KEYS["per_device_batch_size"]) == "a number, above 0"
+    assert describe_allowed(KEYS["rope_factor"]) == "a number, above 0"
     assert all(describe_allowed(key) for key in KEYS.values())

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from maxlite.config.degrees import resolve_degrees
 from maxlite.errors import ConfigError
-from maxlite.parallel.mesh import build_mesh, resolve_degrees
+from maxlite.parallel.mesh import build_mesh
 
 
 def parallel_of(tiny_config, **degrees):

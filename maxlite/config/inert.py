@@ -1,0 +1,37 @@
+"""Keys that were given but that another key keeps from acting. They are no error: a line says so."""
+
+from collections.abc import Callable
+
+from maxlite.config.schema import Config
+
+_ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "mu_dtype")
+_WSD = ("wsd_decay_steps_fraction", "wsd_decay_style")
+_SAVING = ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "save_checkpoint_on_completion")
+_DOCUMENTS = ("packing", "long_documents", "add_bos", "add_eos", "enable_data_shuffling", "eval_fraction")
+_LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "original_max_position_embeddings")
+
+# Why, when, and which keys.
+_INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
+    ("opt_type is not adamw", lambda c: c.optimizer.opt_type != "adamw", _ADAM),
+    ("lr_schedule_type is not wsd", lambda c: c.optimizer.lr_schedule_type != "wsd", _WSD),
+    ("dataset_type is synthetic", lambda c: c.data.dataset_type == "synthetic", _DOCUMENTS),
+    ("eval_dataset_path is set", lambda c: c.data.eval_dataset_path is not None, ("eval_fraction",)),
+    ("enable_checkpointing is false", lambda c: not c.checkpoint.enable_checkpointing, _SAVING),
+    ("eval_interval is 0", lambda c: c.train.eval_interval == 0, ("eval_steps",)),
+    (
+        "profiler is not set",
+        lambda c: c.metrics.profiler is None,
+        ("skip_first_n_steps_for_profiler", "profiler_steps"),
+    ),
+    ("rope_type is not llama3", lambda c: c.model.rope_type != "llama3", _LLAMA3_ROPE),
+)
+
+
+def inert_keys(config: Config) -> list[str]:
+    """Returns one line for each reason why keys given to this very command have no effect."""
+    found = []
+    for reason, applies, names in _INERT:
+        given = [name for name in names if config.was_given(name)]
+        if given and applies(config):
+            found.append(f"No effect, because {reason}: {', '.join(given)}")
+    return found

@@ -1,0 +1,15 @@
+from maxlite.config.inert import inert_keys
+from maxlite.config.load import load_config
+
+
+def test_keys_that_cannot_act_are_named_with_the_reason():
+    config = load_config("base.yml", ["opt_type=sgd", "adam_b1=0.5", "eval_interval=0"], {"MAXLITE_EVAL_STEPS": "3"})
+    assert inert_keys(config) == [
+        "No effect, because opt_type is not adamw: adam_b1",
+        "No effect, because eval_interval is 0: eval_steps",
+    ]
+
+
+def test_what_acts_and_what_only_stands_in_base_yml_is_not_named():
+    assert inert_keys(load_config("base.yml", ["opt_type=sgd", "enable_checkpointing=false"], {})) == []
+    assert inert_keys(load_config("base.yml", ["adam_b1=0.5", "profiler=xplane", "profiler_steps=2"], {})) == []
