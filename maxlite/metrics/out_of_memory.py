@@ -24,7 +24,7 @@ def out_of_memory_advice(
     optimizer: OptimizerConfig,
 ) -> str:
     """Returns the message of an OutOfMemoryError: the reason, and the three cheapest fixes not yet in place."""
-    reason = error_text.strip().splitlines()[0][:_LONGEST_REASON]
+    reason = (error_text.strip() or "memory").splitlines()[0][:_LONGEST_REASON]
     fixes = list(islice(_fixes(compute, data, train, parallel, optimizer), _NUM_FIXES))
     lines = [f"out of memory: {reason}"]
     if fixes:

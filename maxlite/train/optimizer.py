@@ -78,7 +78,7 @@ def _only_with_targets() -> optax.GradientTransformationExtraArgs:
 
 
 class _Phases(NamedTuple):
-    """Steps of a schedule as float32: length, warm-up, peak and final rate."""
+    """Length and warm-up in steps, peak and final rate."""
 
     length: int
     warmup: int

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from maxlite.checkpoint.run_directory import RunDirectory
 from maxlite.config.schema import MetricsConfig
+from maxlite.errors import CheckpointError
 from maxlite.train.setup import Setup
 
 
@@ -21,5 +22,8 @@ def dump_programs(metrics: MetricsConfig, setup: Setup, directory: RunDirectory)
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be written: {error.strerror}.") from error

@@ -55,6 +55,5 @@ def read_logged(result_or_path: TrainResult | Path, tag: str = "learning/loss") 
     """Returns step -> value of one tag in a run's metrics.jsonl; fails if a step is there twice."""
     folder = result_or_path if isinstance(result_or_path, Path) else result_or_path.run_directory
     rows = [json.loads(line) for line in (folder / "metrics" / "metrics.jsonl").read_text().splitlines()]
-    values = [(row["step"], row[tag]) for row in rows if tag in row]
-    assert len(dict(values)) == len(values), "a step was logged twice"
-    return dict(values)
+    assert len({row["step"] for row in rows}) == len(rows), "a step has two rows"
+    return {row["step"]: row[tag] for row in rows if tag in row}

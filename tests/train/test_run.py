@@ -215,38 +215,38 @@ def test_step_and_evaluation_compile_once(train, corpus):
     assert sum("eval_step" in name for name in compiled) == 1
 
 
-def test_a_stop_signal_saves_and_exits_with_75_and_the_same_command_goes_on(tmp_path, logged, process_environment):
-    arguments = [
-        "train",
-        "base.yml",
-        "smoke=true",
-        "dataset_type=synthetic",
-        "steps=100000",
-        "log_period=1",
-        "checkpoint_period=100000",
-        f"base_output_directory={tmp_path}",
-        "run_name=stopped",
-        "eval_interval=0",
-        "peak_tflops_per_device=1",
-    ]
+def stopped_at(line_start: str, folder, environment) -> tuple[int, str]:
+    """Starts an endless run, sends SIGTERM when it prints such a line, returns its exit code and standard error."""
+    arguments = ["train", "base.yml", "smoke=true", "dataset_type=synthetic", "steps=100000", "log_period=1"]
+    arguments += ["checkpoint_period=100000", f"base_output_directory={folder}", "run_name=stopped", "eval_interval=0"]
     entry = "import sys; from maxlite.launcher.cli import main; sys.exit(main())"
     process = subprocess.Popen(
-        [sys.executable, "-c", entry, *arguments],
-        env=process_environment,
+        [sys.executable, "-c", entry, *arguments, "peak_tflops_per_device=1"],
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("completed step: 3"):
+        if line.startswith(line_start):
             process.send_signal(signal.SIGTERM)
             break
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 75, err
-    assert "SIGTERM: saved step" in err and "Traceback" not in err
+    _, err = process.communicate(timeout=120)
+    assert "Traceback" not in err
+    return process.returncode, err
+
+
+def test_a_stop_signal_saves_and_exits_with_75(tmp_path, process_environment, logged):
+    code, err = stopped_at("completed step: 3", tmp_path, process_environment)
+    assert code == 75 and "SIGTERM: saved step" in err
     (step,) = [int(folder.name) for folder in (tmp_path / "stopped" / "checkpoints").iterdir()]
     assert list(logged(tmp_path / "stopped")) == list(range(step))
+
+
+def test_a_stop_signal_before_the_first_step_is_exit_75_too(tmp_path, process_environment):
+    code, err = stopped_at("Run: ", tmp_path, process_environment)
+    assert code == 75 and "SIGTERM" in err
 
 
 def test_mfu_is_measured_on_fake_devices_too(train, logged):
