@@ -45,7 +45,8 @@ def step_tags(scalars: Mapping[str, float], timing: StepTiming, work: StepWork) 
 
     scalars: name -> value of learning/ tags, over all devices; `lm_loss` and `total_weights` must be there.
         Perplexity is made here.
-    Returns: learning/* and perf/*; rates only for a step that did not compile; perf/mfu is a share of 1.
+    Returns: learning/*, perf/* and data/packing_efficiency, the share of the step's tokens that are real targets;
+        rates only for a step that did not compile; perf/mfu is a share of 1.
     """
     tags = {f"learning/{name}": float(value) for name, value in scalars.items()}
     tags["learning/perplexity"] = perplexity(tags["learning/lm_loss"])
@@ -53,6 +54,7 @@ def step_tags(scalars: Mapping[str, float], timing: StepTiming, work: StepWork) 
     tags["perf/per_device_tflops"] = work.step_flops / work.num_devices / 1e12
     tags["perf/per_device_tokens"] = tags["learning/total_weights"] / work.num_devices
     tags["perf/data_wait_ms"] = timing.data_wait_seconds * 1e3
+    tags["data/packing_efficiency"] = tags["learning/total_weights"] / work.padded_tokens
     if timing.compile_seconds > 0:
         tags["perf/compile_seconds"] = timing.compile_seconds
     else:

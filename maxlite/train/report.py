@@ -13,7 +13,8 @@ from maxlite.metrics.profiler import StepProfiler
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.rates import StepTiming, device_memory_gib, step_tags
 from maxlite.metrics.writers import MetricsWriter
-from maxlite.train.setup import Setup, describe_mesh
+from maxlite.train.setup import GIB, Setup, describe_mesh
+from maxlite.train.state import state_bytes
 
 
 class Reporter:
@@ -104,6 +105,7 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
         f"on {setup.devices[0].device_kind}",
         f"number parameters: {model.num_parameters / 1e9:.3f} billion ({model.num_parameters:,}), "
         f"dtype {compute.dtype}{automatic}, weights {compute.weight_dtype}, remat_policy {compute.remat_policy}",
+        f"Total estimated memory size: {state_bytes(setup.abstract) / GIB:.3f} GiB a device (state)",
         f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
         f"and {attention:.1%} attention flops",
     ]

@@ -34,6 +34,7 @@ def test_tags_of_a_step():
             "perf/per_device_padded_tokens_per_sec": 4000.0,
             "perf/mfu": 0.4,
             "perf/data_wait_ms": 20.0,
+            "data/packing_efficiency": 0.75,
             "perf/hbm_peak_gib": 3.0,
         }
     )
