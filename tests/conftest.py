@@ -102,6 +102,14 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """Makes the eight devices before a test can ask this process for fewer (cpu_devices=1) and be taken at its word."""
+    import jax
+
+    assert len(jax.devices()) == 8
+
+
 @pytest.fixture(scope="session")
 def tiny_config() -> Callable[..., Config]:
     """tiny_config(*overrides): the config of a tiny model, without reading the environment."""
