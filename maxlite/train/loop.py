@@ -65,7 +65,9 @@ class Loop:
                 waited = time.perf_counter() - began
                 state = self._step(state, done, self.setup.place(batch), waited)
                 done += 1
-                if _is_due(self.config.train.eval_interval, done):
+                # Before the save: the row of a step is written with the checkpoint after it, evaluation and all.
+                last = done == self.config.train.steps and self.config.train.eval_interval > 0
+                if last or _is_due(self.config.train.eval_interval, done):
                     self._evaluate(state, done)
                 if save is not None and _is_due(self.config.checkpoint.checkpoint_period, done):
                     self._save(save, state, done)

@@ -76,7 +76,10 @@ class Reporter:
 
     def evaluation(self, step: int, tags: dict[str, float]) -> None:
         """Reports the evaluation that followed training step `step`."""
-        assert self._row is not None and self._row[0] == step, "an evaluation follows the step that it is of"
+        if self._row is None:
+            # The step's row is on disk: the data ended after a step that saved, and only the next read showed it.
+            self._row = (step, {})
+        assert self._row[0] == step, "an evaluation follows the step that it is of"
         self._row[1].update(tags)
         self.line(eval_line(step, tags))
 

@@ -1,5 +1,6 @@
 """Whole runs: the same losses on any mesh, exact resume, and what stops a run."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -183,6 +184,16 @@ def test_the_data_may_end_before_the_steps_do(train, corpus, capsys):
     )
     assert 1 < result.steps_done < 500
     assert f"The data ended after 1 passes, at step {result.steps_done}" in capsys.readouterr().out
+
+
+def test_a_save_and_the_last_evaluation_may_fall_on_the_same_step(train, corpus, logged, tmp_path):
+    text = ("dataset_type=text", f"dataset_path={corpus}", "vocab_size=264", "cpu_devices=8", "eval_steps=1")
+    result = train("run_name=even", "steps=4", "eval_interval=3", "checkpoint_period=2", *text)
+    assert list(logged(result, "eval/avg_loss")) == [2, 3] and list(logged(result)) == [0, 1, 2, 3]
+    ended = train("run_name=ended", "steps=500", "num_epoch=1", "eval_interval=400", "checkpoint_period=1", *text)
+    lines = (ended.run_directory / "metrics" / "metrics.jsonl").read_text().splitlines()
+    evaluated = [json.loads(line)["step"] for line in lines if "eval/avg_loss" in line]
+    assert evaluated == [ended.steps_done - 1]
 
 
 def test_step_and_evaluation_compile_once(train, corpus):
