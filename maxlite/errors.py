@@ -41,6 +41,12 @@ class CheckpointError(MaxliteError):
     exit_code = 6
 
 
+class ConversionError(MaxliteError):
+    """A Hugging Face folder that cannot be read, written or expressed: names the file, the tensor or the key."""
+
+    exit_code = 7
+
+
 class PreemptedError(MaxliteError):
     """The run was asked to stop; it saved, and the same command goes on from there (EX_TEMPFAIL)."""
 

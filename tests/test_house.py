@@ -34,12 +34,13 @@ FLOORS = {
 # A library -> the only places that may import it.
 DOORS = {
     "typer": ("launcher/",),
-    "rich": ("launcher/", "metrics/progress.py"),
+    "rich": ("launcher/", "metrics/progress.py", "metrics/byte_progress.py"),
     "omegaconf": ("config/",),
     "yaml": ("config/",),
     "orbax": ("checkpoint/",),
     "tensorboardX": ("metrics/",),
     "grain": ("data/",),
+    "tokenizers": ("data/",),
     "qwix": ("model/quantization.py",),
     "optax": ("train/",),
     "flax": ("nn/", "model/"),

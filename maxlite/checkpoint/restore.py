@@ -21,15 +21,25 @@ from maxlite.checkpoint.tree import ArrayShape, check_shapes, leaf_paths, nested
 from maxlite.errors import CheckpointError
 
 PARAMS = "params"
+OPTIMIZER_STATE = "opt_state"
 
 
 def restore_step(folder: Path, abstract_items: Any) -> tuple[Any, dict[str, Any]]:
     """Returns the items, shaped and sharded as `abstract_items`, and the data state of one step's folder.
 
-    Raises CheckpointError if a file is damaged, or if the arrays are not those of `abstract_items`.
+    Raises CheckpointError if a file is damaged, if the arrays are not those of `abstract_items`, or if
+    there are parameters alone.
     """
     verify_files(folder)
-    check_shapes(_shapes(folder), leaf_paths(abstract_items), f"checkpoint {folder}")
+    saved = _shapes(folder)
+    if not any(path.startswith(f"{OPTIMIZER_STATE}/") for path in saved):
+        run = folder.parents[1]
+        raise CheckpointError(
+            f"checkpoint {folder} holds parameters alone, as an imported model's does, so there is no training to go on "
+            f"with. Begin one from them: maxlite train base.yml model={run}/model.yml load_parameters_path={run} "
+            "run_name=NEW."
+        )
+    check_shapes(saved, leaf_paths(abstract_items), f"checkpoint {folder}")
     return _read_arrays(folder, abstract_items), _read_data_state(folder)
 
 

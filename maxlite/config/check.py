@@ -4,52 +4,10 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from maxlite.config.check_model import MODEL_CHECKS
 from maxlite.config.degrees import resolve_degrees
 from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, Config
 from maxlite.errors import ConfigError
-
-
-def check_heads(config: Config) -> Iterator[str]:
-    """Query heads are shared out evenly over key/value heads, and rotary positions need an even width."""
-    model = config.model
-    if model.num_query_heads % model.num_kv_heads:
-        yield (
-            f"num_query_heads={model.num_query_heads} is not a multiple of num_kv_heads={model.num_kv_heads}; "
-            "each key/value head serves the same number of query heads."
-        )
-    if model.head_dim % 2:
-        yield f"head_dim={model.head_dim} is odd; rotary positions turn pairs, so make it even."
-
-
-def check_layer_kinds(config: Config) -> Iterator[str]:
-    """A window is given exactly where a layer kind uses it."""
-    model = config.model
-    uses_window = "local" in model.attention_pattern
-    if uses_window and model.sliding_window_size is None:
-        yield "attention_pattern has local layers, but sliding_window_size is not set."
-    if not uses_window and model.sliding_window_size is not None:
-        yield (
-            f"sliding_window_size={model.sliding_window_size} has no effect: attention_pattern has no local layer; "
-            "set attention_pattern=[local] or sliding_window_size=null."
-        )
-    for name in ("attention_pattern", "mlp_pattern"):
-        if len(pattern := getattr(model, name)) > model.num_decoder_layers:
-            yield f"{name} names {len(pattern)} layers, but num_decoder_layers={model.num_decoder_layers}."
-
-
-def check_rope(config: Config) -> Iterator[str]:
-    """Scaling keys are given where the type uses them."""
-    model = config.model
-    if model.rope_type == "llama3":
-        if model.original_max_position_embeddings is None:
-            yield "rope_type=llama3 needs original_max_position_embeddings (8192 for Llama 3.1 to 3.3)."
-        if model.rope_high_freq_factor <= model.rope_low_freq_factor:
-            yield (
-                f"rope_high_freq_factor={model.rope_high_freq_factor:g} must be above "
-                f"rope_low_freq_factor={model.rope_low_freq_factor:g}."
-            )
-    elif model.rope_type == "default" and model.rope_factor != 1:
-        yield f"rope_factor={model.rope_factor:g} has no effect with rope_type=default; set rope_type or leave it at 1."
 
 
 def check_lengths(config: Config) -> Iterator[str]:
@@ -120,10 +78,10 @@ def check_dataset(config: Config) -> Iterator[str]:
         for name in ("dataset_path", "eval_dataset_path"):
             if getattr(data, name) is not None:
                 yield f"{name} has no effect with dataset_type=synthetic; set dataset_type=text or leave it out."
-    if data.dataset_type == "text" and config.model.vocab_size < 258:
+    if data.dataset_type == "text" and data.tokenizer_path is None and config.model.vocab_size < 258:
         yield (
             f"vocab_size={config.model.vocab_size} is too small for dataset_type=text: bytes and the begin and end "
-            "marks need 258 ids; make it larger or set dataset_type=synthetic."
+            "marks need 258 ids; make it larger, give tokenizer_path or set dataset_type=synthetic."
         )
 
 
@@ -177,10 +135,15 @@ def check_prompts(config: Config) -> Iterator[str]:
         yield "prompt_file and prompt_ids are both set; give one."
 
 
+def check_start(config: Config) -> Iterator[str]:
+    """The first parameters come from one place."""
+    checkpoint = config.checkpoint
+    if checkpoint.load_hf is not None and checkpoint.load_parameters_path is not None:
+        yield "load_hf and load_parameters_path are both set; give the one whose parameters are the start."
+
+
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    check_heads,
-    check_layer_kinds,
-    check_rope,
+    *MODEL_CHECKS,
     check_lengths,
     check_degrees,
     check_axis_rules,
@@ -191,4 +154,5 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_peak,
     check_sampling,
     check_prompts,
+    check_start,
 )

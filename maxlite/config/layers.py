@@ -34,19 +34,37 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Returns the spec of every layer, first to last."""
     attention, mlp = model.attention_pattern, model.mlp_pattern
     return tuple(
-        LayerSpec(attention[layer % len(attention)], mlp[layer % len(mlp)]) for layer in range(model.num_decoder_layers)
+        LayerSpec(
+            attention[layer % len(attention)],
+            "dense" if layer < model.num_dense_layers else mlp[layer % len(mlp)],
+        )
+        for layer in range(model.num_decoder_layers)
     )
 
 
 def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
-    """Folds the layers into the shortest repeating pattern and, if the count leaves one, a remainder."""
+    """Folds the layers into the shortest repeating pattern and, if the count leaves one, a remainder.
+
+    Leading layers that break the pattern (num_dense_layers, a window that begins at some layer) are folded apart.
+    """
     specs = layer_specs(model)
-    period = next(p for p in range(1, len(specs) + 1) if all(specs[i] == specs[i % p] for i in range(len(specs))))
+    # The longest pattern that is worth its place repeats at least once; else a cut may find two that do.
+    cuts = range(1) if _period(specs) * 2 <= len(specs) else range(len(specs))
+    folded = [_fold(specs[:cut]) + _fold(specs[cut:]) for cut in cuts]
+    return min(folded, key=lambda groups: sum(len(group.pattern) for group in groups))
+
+
+def _fold(specs: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
+    if not specs:
+        return ()
+    period = _period(specs)
     repeats, remainder = divmod(len(specs), period)
-    groups = [LayerGroup(specs[:period], repeats)]
-    if remainder:
-        groups.append(LayerGroup(specs[:remainder], 1))
-    return tuple(groups)
+    groups = (LayerGroup(specs[:period], repeats),)
+    return groups + ((LayerGroup(specs[:remainder], 1),) if remainder else ())
+
+
+def _period(specs: tuple[LayerSpec, ...]) -> int:
+    return next(p for p in range(1, len(specs) + 1) if all(specs[i] == specs[i % p] for i in range(len(specs))))
 
 
 def layer_places(groups: tuple[LayerGroup, ...]) -> tuple[LayerPlace, ...]:
@@ -59,6 +77,21 @@ def layer_places(groups: tuple[LayerGroup, ...]) -> tuple[LayerPlace, ...]:
     )
 
 
-def attention_window(model: ModelConfig, spec: LayerSpec) -> int | None:
-    """Returns how many keys a token of such a layer sees, itself included; None is all before it."""
-    return model.sliding_window_size if spec.attention == "local" else None
+def attention_window(model: ModelConfig, kind: str) -> int | None:
+    """Returns how many positions back a token of such a layer sees, itself included; None is all before it."""
+    return model.sliding_window_size if kind == "local" else None
+
+
+def attention_chunk(model: ModelConfig, kind: str) -> int | None:
+    """Returns the positions in a chunk, before which a token of such a layer sees nothing; None: no chunks."""
+    return model.chunk_attn_window_size if kind == "chunked" else None
+
+
+def rotary_dim(model: ModelConfig, kind: str) -> int:
+    """Returns how many features of a head turn with its position in such a layer."""
+    if kind == "nope":
+        return 0
+    if kind == "mla":
+        assert model.qk_rope_head_dim is not None, "checked with the config"
+        return model.qk_rope_head_dim
+    return int(model.head_dim * model.partial_rotary_factor)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import difflib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ SHOWN_LETTERS = 80
 FREE_TEXT = frozenset({"prompt"})
 RESOLVED_HEADER = "# Resolved by maxlite: complete, so model YAMLs are not read again."
 MODEL_KEYS = frozenset(name for name, key in KEYS.items() if key.section == "model")
+TOKENIZER_FILE = "tokenizer.json"
+# What a model YAML always says.
+MODEL_SIZES = frozenset(
+    {"vocab_size", "emb_dim", "num_decoder_layers", "num_query_heads", "num_kv_heads", "head_dim", "mlp_dim"}
+    | {"max_position_embeddings"}
+)
+# From the folder that load_hf names to the keys that its files decide: the architecture, the tokenizer.
+FolderReader = Callable[[str], Mapping[str, Any]]
 # Names that people bring from MaxText, and what they are called here.
 RENAMED = {
     "model_name": "model",
@@ -32,6 +41,11 @@ RENAMED = {
     "base_num_decoder_layers": "num_decoder_layers",
     "mlp_activations": "mlp_activation",
     "rope_linear_scaling_factor": "rope_factor",
+    "base_moe_mlp_dim": "moe_mlp_dim",
+    "first_num_dense_layers": "num_dense_layers",
+    "use_post_attn_norm": "use_post_norms",
+    "use_post_ffw_norm": "use_post_norms",
+    "shared_experts": "shared_expert_mlp_dim",
 }
 
 
@@ -42,19 +56,35 @@ def package_roots() -> tuple[Path, ...]:
     return (package, *checkout)
 
 
-def load_config(path: str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Config:
+def load_config(
+    path: str,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    folder_reader: FolderReader | None = None,
+) -> Config:
     """Resolves a config from a YAML file or run directory and `key=value` overrides.
+
+    folder_reader: takes the place of the model YAML where load_hf names a folder and no model is named.
 
     Raises:
         ConfigError: lists every problem found: unreadable files, unknown keys, values, combinations.
     """
-    return _Loading(os.environ if environment is None else environment).load(path, overrides)
+    loading = _Loading(os.environ if environment is None else environment, folder_reader)
+    return loading.load(path, overrides)
 
 
 def dump_config(config: Config) -> str:
     """Returns the YAML text of `config`: every key, so that it loads to the same values anywhere."""
     plain = {name: _plain(value) for name, value in config.flat().items()}
     return RESOLVED_HEADER + "\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+def dump_model(config: Config, title: str) -> str:
+    """Returns the text of a model YAML: the architecture's sizes, and its switches where they differ from base.yml."""
+    off = {name: _parse_entry(name, entry) for name, entry in _base_entries().items()}
+    values = {name: value for name, value in config.flat().items() if name in MODEL_KEYS}
+    kept = {name: _plain(value) for name, value in values.items() if name in MODEL_SIZES or value != off[name]}
+    return f"# {title}.\n" + yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=120)
 
 
 def model_names() -> list[str]:
@@ -69,8 +99,9 @@ def _plain(value: Any) -> Any:
 class _Loading:
     """One load: collects entries and problems; later layers replace earlier ones."""
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, environment: Mapping[str, str], folder_reader: FolderReader | None):
         self.environment = environment
+        self.folder_reader = folder_reader
         self.entries: dict[str, Entry] = {}
         self.problems: list[str] = []
 
@@ -88,14 +119,18 @@ class _Loading:
             # The folder itself is the run, wherever it has been moved and whatever it was called.
             self.entries["base_output_directory"] = Entry(str(file.parent.parent), f"run directory {path}")
             self.entries["run_name"] = Entry(file.parent.name, f"run directory {path}")
+            if (file.parent / TOKENIZER_FILE).is_file():
+                self.entries["tokenizer_path"] = Entry(str(file.parent), f"run directory {path}")
         named = command_line.get("model") or environment.get("model")
-        if named and resolved:
+        folder = command_line.get("load_hf") or environment.get("load_hf")
+        replaced = bool(named or folder)
+        if replaced and resolved:
             # Another model takes the place of the saved one, all of it.
             self.entries.update({name: defaults[name] for name in MODEL_KEYS})
-        if named or not resolved:
-            self._add_model_yaml(named or self.entries["model"])
+        if replaced or not resolved:
+            self._add_model(named, folder or self.entries["load_hf"])
         # A resolved file is shrunk already, unless another model has just taken its place.
-        shrink = bool(named) or not resolved
+        shrink = replaced or not resolved
         values = self._values({**environment, **command_line}, defaults, shrink)
         config = _build(values, {name: entry.source for name, entry in self.entries.items()})
         # Where a value was refused, its default stands in for it here, so a finding may be about that.
@@ -141,6 +176,16 @@ class _Loading:
         entries, problems = read_yaml(file, label)
         self.problems += problems
         return entries
+
+    def _add_model(self, named: Entry | None, folder: Entry) -> None:
+        """The architecture: from the model that is named, else from a Hugging Face folder, else from a file's model."""
+        path = self._parse("load_hf", folder, None)
+        if named is not None or path is None or self.folder_reader is None:
+            self._add_model_yaml(named or self.entries["model"])
+            return
+        source = f"load_hf={path}"
+        found = {name: Entry(_plain(value), source) for name, value in self.folder_reader(path).items()}
+        self.entries.update({"model": Entry(Path(path).resolve().name, source), **found})
 
     def _add_model_yaml(self, named: Entry) -> None:
         name = named.text or str(named.value)
@@ -212,7 +257,9 @@ def _build(values: dict[str, Any], sources: dict[str, str]) -> Config:
     return Config(**sections, sources=sources)
 
 
-def _base_entries() -> dict[str, Entry]:
+@functools.cache
+def _base_entries() -> Mapping[str, Entry]:
+    # Read once a process: `maxlite models` and the tests load hundreds of configs.
     entries, problems = read_yaml(_package_file("base.yml"), "base.yml")
     assert not problems and entries.keys() == KEYS.keys(), f"base.yml and the schema differ: {problems}"
     return entries

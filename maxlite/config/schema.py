@@ -24,8 +24,10 @@ REMAT_POLICY_NAMES = (
     "qkv_proj_offloaded",
     "minimal_offloaded",
 )
-ATTENTION_KINDS = ("full", "local")
-MLP_KINDS = ("dense",)
+ATTENTION_KINDS = ("full", "local", "chunked", "nope", "mla")
+MLP_KINDS = ("dense", "moe")
+
+MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai")
 
 # Mesh axes, outermost first, and the two levels of each.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -40,6 +42,9 @@ LOGICAL_AXES = (
     "heads",
     "kv_heads",
     "head_dim",
+    "q_lora",
+    "kv_lora",
+    "exp",
     "norm",
     "layers",
     "activation_embed",
@@ -89,21 +94,69 @@ class ModelConfig:
     num_decoder_layers: int = key("Number of residual blocks.", minimum=1, maximum=10_000)
     num_query_heads: int = key("Number of attention heads.", minimum=1)
     num_kv_heads: int = key("Number of key and value heads.", minimum=1)
-    head_dim: int = key("Width of one head; even, for rotary positions.", minimum=2)
-    mlp_dim: int = key("Hidden width of the MLP.", minimum=1)
-    mlp_activation: str = key("Function on the gate of the MLP.", choices=("silu", "gelu", "gelu_tanh", "relu"))
+    head_dim: int = key("Width of one head.", minimum=1)
+    mlp_dim: int = key("Hidden width of the dense MLP.", minimum=1)
+    max_position_embeddings: int = key("Longest sequence that the model may be asked for.", minimum=1)
     attention_pattern: tuple[str, ...] = key("Kinds of attention, repeated over the layers.", choices=ATTENTION_KINDS)
     mlp_pattern: tuple[str, ...] = key("Kinds of MLP, repeated over the layers.", choices=MLP_KINDS)
+    num_dense_layers: int = key("So many first layers are dense, whatever mlp_pattern says.", minimum=0)
     sliding_window_size: int | None = key("Keys that a token sees in a local layer, itself included.", minimum=1)
+    chunk_attn_window_size: int | None = key("Positions in a chunk of a chunked layer.", minimum=1)
+    attention_bias: bool = key("Biases on queries, keys and values.")
+    attention_out_bias: bool = key("Bias on the output of attention.")
+    use_qk_norm: bool = key("Normalize queries and keys.")
+    qk_norm_type: str = key("What is normalized, and when.", choices=("head", "projection", "l2"))
+    query_pre_attn_scalar: float | None = key("Scores are divided by its square root.", above=0)
+    attn_logits_soft_cap: float | None = key("Bound of attention scores, by tanh.", above=0)
+    attention_sink: bool = key("A learned logit a head that takes attention away from all keys.")
+    temperature_tuning: bool = key("nope layers: queries grow with the logarithm of their position.")
+    temperature_tuning_floor: int = key("temperature_tuning: positions in one step of it.", minimum=1)
+    temperature_tuning_scale: float = key("temperature_tuning: factor of the logarithm.", minimum=0)
+    q_lora_rank: int | None = key("mla: width of the query's latent; not set = no latent.", minimum=1)
+    kv_lora_rank: int | None = key("mla: width of the latent of keys and values.", minimum=1)
+    qk_nope_head_dim: int | None = key("mla: width of a head's part without rotary positions.", minimum=1)
+    qk_rope_head_dim: int | None = key("mla: width of a head's part with rotary positions.", minimum=2)
+    v_head_dim: int | None = key("mla: width of a value head.", minimum=1)
+    mlp_activation: str = key("Function on the gate of the MLP.", choices=MLP_ACTIVATIONS)
+    mlp_activations_limit: float = key("swigluoai: bound of gate and up.", above=0)
+    glu_alpha: float = key("swigluoai: factor inside the sigmoid.", above=0)
+    mlp_bias: bool = key("Biases in the MLP and the experts.")
+    num_experts: int = key("Routed experts of a moe layer.", minimum=0)
+    num_experts_per_tok: int = key("Experts that a token is sent to.", minimum=0)
+    moe_mlp_dim: int | None = key("Hidden width of one expert.", minimum=1)
+    shared_expert_mlp_dim: int | None = key("Hidden width of the expert that serves every token.", minimum=1)
+    shared_expert_gate: bool = key("A learned gate on the shared expert.")
+    routed_score_func: str = key("From router logits to scores.", choices=("softmax", "sigmoid"))
+    norm_topk_prob: bool = key("Scores of the chosen experts are made to sum to 1.")
+    routed_scaling_factor: float = key("Factor of the routed experts' weights.", above=0)
+    routed_bias: bool = key("A bias that takes part in choosing experts, and not in weighting them.")
+    router_bias: bool = key("A bias on router logits.")
+    n_routing_groups: int = key("Groups of experts.", minimum=1)
+    topk_routing_group: int = key("Groups that a token may choose experts from.", minimum=1)
+    router_group_score: str = key("Score of a group.", choices=("max", "top2_sum"))
+    scale_expert_input: bool = key("The score multiplies what goes into an expert, not what comes out.")
     normalization_layer_epsilon: float = key("Added to the mean square in RMSNorm.", above=0)
+    norm_scale_offset: float = key("Added to every norm's scale.", minimum=0)
+    use_pre_norms: bool = key("Norms before attention and MLP.")
+    use_post_norms: bool = key("Norms after attention and MLP.")
+    scale_embeddings: bool = key("Embeddings times the square root of emb_dim.")
     logits_via_embedding: bool = key("Tie the output matrix to the embedding.")
-    rope_type: str = key("How rotary frequencies are scaled.", choices=("default", "linear", "llama3"))
+    final_logits_soft_cap: float | None = key("Bound of the logits, by tanh.", above=0)
+    rope_type: str = key("How rotary frequencies are scaled.", choices=("default", "linear", "llama3", "yarn"))
     rope_max_timescale: float = key("Rotary base, called theta.", above=0)
+    local_rope_max_timescale: float | None = key("Rotary base of local layers, unscaled.", above=0)
     rope_factor: float = key("By how much scaling stretches positions.", above=0)
     rope_low_freq_factor: float = key("llama3 scaling: its low frequency factor.", above=0)
     rope_high_freq_factor: float = key("llama3 scaling: its high frequency factor.", above=0)
-    original_max_position_embeddings: int | None = key("llama3 scaling: context length before it.", minimum=1)
-    max_position_embeddings: int = key("Longest sequence that the model may be asked for.", minimum=1)
+    original_max_position_embeddings: int | None = key("llama3, yarn: context length before it.", minimum=1)
+    beta_fast: float = key("yarn: turns above which a frequency is kept.", above=0)
+    beta_slow: float = key("yarn: turns below which a frequency is stretched fully.", above=0)
+    mscale: float | None = key("yarn: numerator of the attention factor.", minimum=0)
+    rope_mscale_all_dim: float | None = key("yarn: denominator of it, and mla's softmax factor.", minimum=0)
+    rope_truncate: bool = key("yarn: round the bounds of the blend to whole features.")
+    rope_attention_factor: float | None = key("yarn: factor of cosine and sine; not set = by formula.", above=0)
+    rope_interleave: bool = key("Rotary pairs are neighbours, not halves.")
+    partial_rotary_factor: float = key("Share of a head that turns.", above=0, maximum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +206,7 @@ class DataConfig:
     enable_data_shuffling: bool = key("A new order of rows each epoch.")
     data_shuffle_seed: int = key("Seed of that order.", minimum=0, maximum=2**32 - 1)
     num_epoch: int | None = key("Passes over the data.", minimum=1)
+    tokenizer_path: str | None = key("A tokenizer.json, or a folder with one.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +253,7 @@ class CheckpointConfig:
     max_num_checkpoints_to_keep: int = key("Checkpoints kept; older ones are removed.", minimum=1)
     save_checkpoint_on_completion: bool = key("Also save after the last step.")
     load_parameters_path: str | None = key("Run, or RUN/checkpoints/<n>, whose parameters are the start.")
+    load_hf: str | None = key("Hugging Face folder whose architecture and parameters are the start.")
 
 
 @dataclasses.dataclass(frozen=True)

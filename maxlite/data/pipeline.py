@@ -17,7 +17,7 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pack_rows, pad_rows, stack_rows
 from maxlite.data.sources import SOURCES, Corpus, WindowSource
-from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer import Tokenizer
 
 NUM_BATCHES_AHEAD = 2
 # The keys that decide which rows there are and in what order.
@@ -130,7 +130,7 @@ class Dataset:
 
     train: TrainIterator
     eval_batches: Callable[[], Iterator[Batch]] | None
-    tokenizer: ByteTokenizer | None
+    tokenizer: Tokenizer | None
     summary: str
     fingerprint: str
 

@@ -4,18 +4,23 @@ A window is a run of consecutive (input, target) pairs of one document, at most 
 document holds its pairs k*T to (k+1)*T, so each token but the first is a target in exactly one window.
 """
 
+import abc
 import dataclasses
+import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from maxlite.config.schema import DataConfig
+from maxlite.data.document_tokens import document_tokens
 from maxlite.data.documents import Document, Documents, find_documents, hold_out, read_bytes
-from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from maxlite.data.tokenizer_bytes import ByteTokenizer
+from maxlite.data.tokenizer_json import JsonTokenizer
 from maxlite.errors import ConfigError, DataError
 
 
@@ -41,26 +46,23 @@ class Corpus:
 
     train: WindowSource
     held_out: WindowSource | None
-    tokenizer: ByteTokenizer | None
+    tokenizer: Tokenizer | None
     summary: str
     identity: str
     is_endless: bool
 
 
-class TextSource:
-    """Windows over documents of bytes; reads only the bytes of the window that is asked for.
+class DocumentSource(abc.ABC):
+    """Windows over documents, of which a subclass knows the tokens."""
 
-    The index is two numbers a document, so it can be pickled and costs nothing for long documents.
-    """
+    def __init__(self, num_tokens: Sequence[int], data: DataConfig, num_not_text: int = 0) -> None:
+        """Counts the windows of documents of `num_tokens` tokens each, marks included.
 
-    def __init__(self, documents: tuple[Document, ...], data: DataConfig) -> None:
-        """Counts the windows; opens no file."""
-        self._documents = documents
+        num_not_text: documents that were left out because they are no text.
+        """
+        self.num_not_text = num_not_text
         self._row_length = data.max_target_length
-        self._num_bos = int(data.add_bos)
-        self._num_eos = int(data.add_eos)
-        num_bytes = np.array([document.num_bytes for document in documents], np.int64)
-        self._num_pairs = np.maximum(num_bytes + self._num_bos + self._num_eos - 1, 0)
+        self._num_pairs = np.maximum(np.array(num_tokens, np.int64) - 1, 0)
         num_all = int(self._num_pairs.sum())
         if data.long_documents == "truncate":
             self._num_pairs = np.minimum(self._num_pairs, self._row_length)
@@ -71,7 +73,7 @@ class TextSource:
 
     def __len__(self) -> int:
         """Returns the number of windows."""
-        return int(self._window_ends[-1])
+        return int(self._window_ends[-1]) if len(self._window_ends) else 0
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns window `index`: int32 [n, 2].
@@ -82,11 +84,29 @@ class TextSource:
         windows_before = int(self._window_ends[which - 1]) if which else 0
         start = (index - windows_before) * self._row_length
         stop = min(start + self._row_length, int(self._num_pairs[which])) + 1
-        tokens = self._tokens(self._documents[which], start, stop)
+        tokens = self._tokens(which, start, stop)
         return np.stack((tokens[:-1], tokens[1:]), axis=1)
 
-    def _tokens(self, document: Document, start: int, stop: int) -> np.ndarray:
-        """Returns tokens start..stop of the stream [bos] + bytes + [eos]: int32 [stop - start]."""
+    @abc.abstractmethod
+    def _tokens(self, which: int, start: int, stop: int) -> np.ndarray:
+        """Returns tokens start..stop of document `which`: int32 [stop - start]."""
+
+
+class TextSource(DocumentSource):
+    """Windows over documents of bytes; reads only the bytes of the window that is asked for.
+
+    The index is two numbers a document, so it can be pickled and costs nothing for long documents.
+    """
+
+    def __init__(self, documents: tuple[Document, ...], data: DataConfig) -> None:
+        """Counts the windows; opens no file."""
+        self._documents = documents
+        self._num_bos = int(data.add_bos)
+        num_marks = self._num_bos + int(data.add_eos)
+        super().__init__([document.num_bytes + num_marks for document in documents], data)
+
+    def _tokens(self, which: int, start: int, stop: int) -> np.ndarray:
+        document = self._documents[which]
         first_byte = max(start - self._num_bos, 0)
         last_byte = min(stop - self._num_bos, document.num_bytes)
         text = read_bytes(document, first_byte, last_byte - first_byte)
@@ -95,6 +115,27 @@ class TextSource:
         tokens[:offset] = ByteTokenizer.bos_id
         tokens[offset : offset + len(text)] = np.frombuffer(text, np.uint8)
         return tokens
+
+
+class TokenizedSource(DocumentSource):
+    """Windows over documents whose tokens are in memory, four bytes each."""
+
+    def __init__(self, documents: Iterable[np.ndarray | None], data: DataConfig) -> None:
+        """Takes each document's tokens with its marks, int32 [n]; None for one that is no text."""
+        found = list(documents)
+        self._documents = [tokens for tokens in found if tokens is not None]
+        super().__init__([len(tokens) for tokens in self._documents], data, len(found) - len(self._documents))
+
+    def digest(self) -> str:
+        """Returns what differs where a document or a token does."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tokens in self._documents:
+            digest.update(len(tokens).to_bytes(8))
+            digest.update(tokens.tobytes())
+        return digest.hexdigest()
+
+    def _tokens(self, which: int, start: int, stop: int) -> np.ndarray:
+        return self._documents[which][start:stop]
 
 
 class SyntheticSource:
@@ -118,15 +159,13 @@ class SyntheticSource:
 
 
 def open_text(data: DataConfig, vocab_size: int) -> Corpus:
-    """Opens files of text under the byte tokenizer.
+    """Opens files of text, which the byte tokenizer reads as they are asked for, any other before training.
 
     Raises ConfigError if the model's vocabulary is smaller than the tokenizer's, DataError for bad paths.
     """
-    if vocab_size < ByteTokenizer.vocab_size:
-        raise ConfigError(
-            f"vocab_size={vocab_size} is smaller than the byte tokenizer's {ByteTokenizer.vocab_size} "
-            f"(256 bytes, a begin mark, an end mark). Set vocab_size to {ByteTokenizer.vocab_size} or more."
-        )
+    tokenizer = build_tokenizer(data)
+    assert tokenizer is not None
+    check_vocabulary(tokenizer, vocab_size)
     documents = find_documents(data.dataset_path, "dataset_path")
     if data.eval_dataset_path is None:
         held_out_documents = None
@@ -134,14 +173,15 @@ def open_text(data: DataConfig, vocab_size: int) -> Corpus:
     else:
         held_out_documents = find_documents(data.eval_dataset_path, "eval_dataset_path")
         train_part, held_out_part = documents.found, held_out_documents.found
-    train = _build_text_source(train_part, data, "training")
-    held_out = _build_text_source(held_out_part, data, "held-out") if held_out_part else None
+    source_of = functools.partial(_build_source, tokenizer=tokenizer, data=data, vocab_size=vocab_size)
+    train = source_of(train_part, "training")
+    held_out = source_of(held_out_part, "held-out") if held_out_part else None
     return Corpus(
         train=train,
         held_out=held_out,
-        tokenizer=ByteTokenizer(),
+        tokenizer=tokenizer,
         summary="; ".join(_summary_parts(documents, held_out_documents, train, held_out)),
-        identity=_identity(train_part),
+        identity=train.digest() if isinstance(train, TokenizedSource) else _identity(train_part),
         is_endless=False,
     )
 
@@ -159,7 +199,7 @@ def open_synthetic(data: DataConfig, vocab_size: int) -> Corpus:
     return Corpus(
         train=SyntheticSource(data, vocab_size),
         held_out=None,
-        tokenizer=None,
+        tokenizer=build_tokenizer(data),
         summary=f"synthetic: endless random ids below {vocab_size}, seed {data.data_shuffle_seed}, nothing held out",
         identity=f"synthetic {vocab_size}",
         is_endless=True,
@@ -172,8 +212,13 @@ SOURCES: dict[str, Callable[[DataConfig, int], Corpus]] = {
 }
 
 
-def _build_text_source(documents: tuple[Document, ...], data: DataConfig, part: str) -> TextSource:
-    source = TextSource(documents, data)
+def _build_source(
+    documents: tuple[Document, ...], part: str, tokenizer: Tokenizer, data: DataConfig, vocab_size: int
+) -> TextSource | TokenizedSource:
+    if isinstance(tokenizer, JsonTokenizer):
+        source = TokenizedSource(document_tokens(documents, tokenizer, data, vocab_size), data)
+    else:
+        source = TextSource(documents, data)
     if len(source) == 0:
         raise DataError(
             f"None of the {len(documents)} {part} documents, the first {documents[0].path}, has a token that follows "
@@ -190,7 +235,7 @@ def _identity(documents: tuple[Document, ...]) -> str:
 
 
 def _summary_parts(
-    documents: Documents, held_out_documents: Documents | None, train: TextSource, held_out: TextSource | None
+    documents: Documents, held_out_documents: Documents | None, train: DocumentSource, held_out: DocumentSource | None
 ) -> Iterator[str]:
     searched = [documents] if held_out_documents is None else [documents, held_out_documents]
     sources = [train] if held_out is None else [train, held_out]
@@ -208,7 +253,7 @@ def _summary_parts(
         yield f"from {held_out_documents.where}, {num_shared:,} of its documents also trained on"
     yield (
         f"skipped {sum(found.num_empty for found in searched):,} empty, "
-        f"{sum(found.num_not_text for found in searched):,} not text, "
+        f"{sum(part.num_not_text for part in (*searched, *sources)):,} not text, "
         f"{sum(source.num_without_targets for source in sources):,} without a target"
     )
     yield f"cut {sum(source.num_cut for source in sources):,} tokens"

@@ -1,57 +1,91 @@
-"""The byte-level tokenizer: a token is a byte of UTF-8, so every text has ids and nothing needs downloading."""
+"""Between text and token ids: what every tokenizer can do, and which one a config means."""
 
-import codecs
+import functools
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
 
-from maxlite.errors import DataError
+from maxlite.config.schema import DataConfig
+from maxlite.data.model_folder import tokenizer_file
+from maxlite.data.tokenizer_bytes import ByteTokenizer
+from maxlite.data.tokenizer_json import JsonTokenizer
+from maxlite.errors import ConfigError
 
-NUM_BYTES = 256
 
-
-class ByteTokenizer:
-    """Ids 0..255 are bytes; above them stand the begin mark and the end mark."""
-
-    bos_id = NUM_BYTES
-    eos_id = NUM_BYTES + 1
-    vocab_size = NUM_BYTES + 2
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the bytes of `text` as ids, without marks.
-
-        Raises DataError for a lone surrogate, which UTF-8 cannot hold.
-        """
-        try:
-            return list(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"The text has {text[error.start]!r} at character {error.start}: half of a surrogate pair, which is "
-                "not a character. Take it out or write the whole character."
-            ) from error
+class StreamDecoder(Protocol):
+    """Makes text of ids that arrive a few at a time."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; marks and ids above them have none, broken UTF-8 becomes U+FFFD."""
-        return _text_bytes(ids).decode("utf-8", errors="replace")
-
-    def build_stream_decoder(self) -> "StreamDecoder":
-        """Returns a decoder for ids that arrive a few at a time."""
-        return StreamDecoder()
-
-
-class StreamDecoder:
-    """Decodes ids as they come; what it returns, joined, is what ByteTokenizer.decode gives for all of them."""
-
-    def __init__(self) -> None:
-        """Starts with nothing held back."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text that is certain by now, and holds back the bytes of an unfinished character."""
-        return self._decoder.decode(_text_bytes(ids))
+        """Returns the text that is certain by now."""
+        ...
 
     def finish(self) -> str:
-        """Returns U+FFFD for a character that never ended, otherwise nothing."""
-        return self._decoder.decode(b"", final=True)
+        """Returns the rest, when no more ids come."""
+        ...
 
 
-def _text_bytes(ids: Iterable[int]) -> bytes:
-    return bytes(token for token in ids if token < NUM_BYTES)
+class Tokenizer(Protocol):
+    """Between text and ids.
+
+    bos_id, eos_id: the marks that begin and end a document; None where the tokenizer has none.
+    end_ids: the ids that end a continuation.
+    vocab_size: the rows that a model needs for every text and for both marks.
+    """
+
+    @property
+    def bos_id(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def eos_id(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def end_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text` without marks; raises DataError for a lone surrogate."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of `text` with the marks that a model wants before it goes on; raises as `encode`."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`; marks have none."""
+        ...
+
+    def build_stream_decoder(self, after: Iterable[int] = ()) -> StreamDecoder:
+        """Returns a decoder for ids that stand after the ids `after`."""
+        ...
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer | None:
+    """Returns the tokenizer of tokenizer_path, else bytes; None for random tokens without a tokenizer_path.
+
+    Raises ConfigError where tokenizer_path has no tokenizer that can be read.
+    """
+    if data.tokenizer_path is not None:
+        file = tokenizer_file(data.tokenizer_path)
+        return _json_tokenizer(data.tokenizer_path, 0 if file is None else file.stat().st_mtime_ns)
+    return ByteTokenizer() if data.dataset_type != "synthetic" else None
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ConfigError if the model's `vocab_size` is too small for the tokenizer; it may be larger."""
+    if tokenizer.vocab_size > vocab_size:
+        name = "byte tokenizer (256 bytes, a begin mark, an end mark)"
+        if not isinstance(tokenizer, ByteTokenizer):
+            name = "tokenizer of tokenizer_path"
+        raise ConfigError(
+            f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} of the {name}. "
+            f"Set vocab_size to {tokenizer.vocab_size} or more, or give the tokenizer that belongs to the model."
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _json_tokenizer(path: str, changed: int) -> JsonTokenizer:
+    # A command asks for it in several places, and a large file takes half a second to read.
+    del changed
+    return JsonTokenizer(Path(path))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from maxlite.data.tokenizer import ByteTokenizer, StreamDecoder
+from maxlite.data.tokenizer import StreamDecoder, Tokenizer
 from maxlite.decode.prompts import Prompt
 
 # Bytes that a terminal would obey (escape sequences, bells) are not the model's to send.
@@ -25,11 +25,16 @@ class Continuation:
     ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
+    def text(self, tokenizer: Tokenizer) -> str:
+        """Returns the text of the new tokens as it follows the prompt's."""
+        decoder = tokenizer.build_stream_decoder(self.prompt.ids)
+        return decoder.decode(self.ids) + decoder.finish()
+
 
 class JsonWriter:
     """Prints one object a line for each finished prompt, in the order of the prompts."""
 
-    def __init__(self, stream: TextIO, tokenizer: ByteTokenizer | None) -> None:
+    def __init__(self, stream: TextIO, tokenizer: Tokenizer | None) -> None:
         """Nothing is printed yet."""
         self._stream, self._tokenizer, self._done = stream, tokenizer, 0
 
@@ -41,7 +46,7 @@ class JsonWriter:
                 "prompt": row.prompt.text,
                 "prompt_ids": row.prompt.ids,
                 "ids": row.ids,
-                "text": None if self._tokenizer is None else self._tokenizer.decode(row.ids),
+                "text": None if self._tokenizer is None else row.text(self._tokenizer),
                 "finish_reason": row.finish_reason,
             }
             print(json.dumps(record), file=self._stream, flush=True)
@@ -54,11 +59,11 @@ class TextWriter:
     Without a tokenizer it prints ids.
     """
 
-    def __init__(self, stream: TextIO, tokenizer: ByteTokenizer | None) -> None:
+    def __init__(self, stream: TextIO, tokenizer: Tokenizer | None) -> None:
         """Nothing is printed yet."""
         self._stream, self._tokenizer = stream, tokenizer
         self._row, self._shown = 0, 0
-        self._decoder: StreamDecoder | _IdDecoder | None = None
+        self._decoder: StreamDecoder | None = None
 
     def update(self, continuations: Sequence[Continuation]) -> None:
         """Prints what is new of the first unfinished prompt and of those finished before it."""
@@ -74,7 +79,7 @@ class TextWriter:
             self._decoder, self._row, self._shown = None, self._row + 1, 0
         self._stream.flush()
 
-    def _begin(self, row: Continuation, num_prompts: int) -> "StreamDecoder | _IdDecoder":
+    def _begin(self, row: Continuation, num_prompts: int) -> StreamDecoder:
         if num_prompts > 1:
             self._print(f"--- prompt {self._row + 1} of {num_prompts} ---\n")
         if self._tokenizer is None:
@@ -82,7 +87,7 @@ class TextWriter:
             self._print(decoder.decode(row.prompt.ids) + " ->")
             return decoder
         self._print(row.prompt.text or "")
-        return self._tokenizer.build_stream_decoder()
+        return self._tokenizer.build_stream_decoder(row.prompt.ids)
 
     def _print(self, text: str) -> None:
         self._stream.write(printable(text))

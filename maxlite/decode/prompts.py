@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from maxlite.config.schema import DataConfig, DecodeConfig
-from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.config.schema import DecodeConfig
+from maxlite.data.tokenizer import Tokenizer, check_vocabulary
 from maxlite.errors import ConfigError, DataError, MaxliteError
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """text: as given, or decoded from the ids; None without a tokenizer. ids: at least one, the begin mark included."""
+    """text: as given, or decoded from the ids; None without a tokenizer. ids: at least one, marks included."""
 
     text: str | None
     ids: tuple[int, ...]
@@ -22,7 +22,7 @@ class Prompt:
 class _Reading:
     """What every prompt is checked against. where: begins each message; error: what is raised."""
 
-    tokenizer: ByteTokenizer | None
+    tokenizer: Tokenizer | None
     add_bos: bool
     vocab_size: int
     where: str
@@ -31,14 +31,14 @@ class _Reading:
     def from_text(self, text: str) -> Prompt:
         if self.tokenizer is None:
             raise self.error(
-                f"{self.where}: the prompt is text, but a model of dataset_type=synthetic has no tokenizer; "
-                "give token ids, for example prompt_ids=5,9,33."
+                f"{self.where}: the prompt is text, but this model has no tokenizer; give token ids, for example "
+                "prompt_ids=5,9,33, or tokenizer_path=."
             )
         try:
-            ids = self.tokenizer.encode(text)
+            ids = self.tokenizer.encode_prompt(text) if self.add_bos else self.tokenizer.encode(text)
         except DataError as error:
             raise self.error(f"{self.where}: {error}") from error
-        return Prompt(text, self._checked([self.tokenizer.bos_id, *ids] if self.add_bos else ids))
+        return Prompt(text, self._checked(ids))
 
     def from_ids(self, ids: list[Any]) -> Prompt:
         wrong = next((token for token in ids if not isinstance(token, int) or isinstance(token, bool)), None)
@@ -58,20 +58,17 @@ class _Reading:
         return tuple(ids)
 
 
-def build_tokenizer(data: DataConfig) -> ByteTokenizer | None:
-    """Returns the tokenizer of what a model was trained on; random tokens have none."""
-    return ByteTokenizer() if data.dataset_type == "text" else None
-
-
-def read_prompts(
-    decode: DecodeConfig, tokenizer: ByteTokenizer | None, *, add_bos: bool, vocab_size: int
-) -> list[Prompt]:
+def read_prompts(decode: DecodeConfig, tokenizer: Tokenizer | None, *, add_bos: bool, vocab_size: int) -> list[Prompt]:
     """Returns the prompts of prompt_ids, of prompt_file or of prompt, in this order of preference; at least one.
 
+    add_bos: text gets the marks that the tokenizer puts around a prompt; ids are as given.
+
     Raises:
-        ConfigError: a key holds no prompt that this model can take.
+        ConfigError: a key holds no prompt that this model can take, or the tokenizer is not for its vocabulary.
         DataError: the file is unreadable or empty, or a line of it is no such prompt; names file and line.
     """
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, vocab_size)
     reading = _Reading(tokenizer, add_bos, vocab_size, "", ConfigError)
     if decode.prompt_ids is not None:
         reading = dataclasses.replace(reading, where=f"prompt_ids={decode.prompt_ids}")

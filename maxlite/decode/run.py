@@ -11,19 +11,23 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlite.checkpoint.restore import restore_parameters
 from maxlite.config.schema import Config, LogicalAxisRules
+from maxlite.data.model_folder import model_end_ids
+from maxlite.data.tokenizer import Tokenizer, build_tokenizer
+from maxlite.data.tokenizer_bytes import ByteTokenizer
 from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, Speed, padded_length
 from maxlite.decode.logits import check_writable, write_logits
 from maxlite.decode.output import Continuation, JsonWriter, TextWriter, printable
-from maxlite.decode.prompts import Prompt, build_tokenizer, read_prompts
+from maxlite.decode.prompts import Prompt, read_prompts
 from maxlite.decode.sampling import build_sampler
 from maxlite.errors import ConfigError, OutOfMemoryError
+from maxlite.hf.load import load_parameters
+from maxlite.hf.run_files import run_of
 from maxlite.metrics.out_of_memory import is_out_of_memory
 from maxlite.model.build import Model, Params, build_model, resolve_dtype
 from maxlite.parallel.devices import prepare_jax, run_devices
 from maxlite.parallel.mesh import build_mesh
-from maxlite.parallel.sharding import mesh_axes, num_parts, use_mesh
+from maxlite.parallel.sharding import fitting_rules, mesh_axes, num_parts, use_mesh
 
 EOS, LENGTH = "eos", "length"
 
@@ -31,11 +35,11 @@ EOS, LENGTH = "eos", "length"
 def run_decode(config: Config, source: str, *, json_output: bool) -> None:
     """Continues the prompts of `config` with the parameters of `source` and prints what comes.
 
-    source: a run directory, or the YAML file of a config whose load_parameters_path says where parameters are.
+    source: a run directory, a Hugging Face folder, or the YAML file of a config that says where parameters are.
 
     Raises:
         ConfigError, DataError: a key or a prompt that can't be used, before anything is compiled.
-        CheckpointError: there are no parameters, or they are another model's.
+        CheckpointError, ConversionError: there are no parameters, or they are another model's.
         OutOfMemoryError: what to make smaller.
     """
     prompts = config_prompts(config)
@@ -44,8 +48,10 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
     with _memory_errors():
         mesh = build_mesh(config.parallel, run_devices(config.run))
         model = _build_decode_model(config)
-        params = jax.jit(model.unstack)(_restore(config, path, model, mesh))
         notes = sys.stderr if json_output else sys.stdout
+        rules = fitting_rules(config.parallel.logical_axis_rules, mesh, config.model.vocab_size)
+        shardings = model.shardings(mesh, rules)
+        params = model.take_apart(load_parameters(path, model, shardings, notes))
         if config.decode.logits_path is not None:
             with use_mesh(mesh, _rules_for_rows(config, mesh, 1), config.compute.matmul_precision):
                 write_logits(config.decode.logits_path, model, params, prompts)
@@ -76,7 +82,7 @@ def sample_text(config: Config, mesh: Mesh, model: Model, params: Params) -> str
     fitting = dataclasses.replace(config, decode=decode)
     unstacked = jax.jit(model.unstack)(params)
     rows, _ = continue_prompts(fitting, mesh, model, unstacked, [prompt], lambda rows: None)
-    return printable(f"{prompt.text}{tokenizer.decode(rows[0].ids)}")
+    return printable(f"{prompt.text}{rows[0].text(tokenizer)}")
 
 
 def config_prompts(config: Config) -> list[Prompt]:
@@ -106,21 +112,22 @@ def config_prompts(config: Config) -> list[Prompt]:
 
 
 def parameters_path(config: Config, source: str) -> str:
-    """Returns where the parameters are: load_parameters_path if it was given to this command, else the run itself.
+    """Returns where the parameters are: what was given to this command, else the run or the folder itself.
 
     Raises:
-        ConfigError: the source is a YAML file without load_parameters_path.
+        ConfigError: the source is a YAML file without load_parameters_path or load_hf.
     """
-    path = config.checkpoint.load_parameters_path
-    # In a run's saved config the key says what training began from, not what it became.
-    if not config.was_given("load_parameters_path"):
+    path = config.checkpoint.load_parameters_path or config.checkpoint.load_hf
+    # In a run's saved config these keys say what training began from, not what it became.
+    if not (config.was_given("load_parameters_path") or config.was_given("load_hf")):
         if Path(source).is_dir():
             return source
         if Path(source).name == "config.yml" and (Path(source).parent / "checkpoints").is_dir():
             return str(Path(source).parent)
     if path is None:
         raise ConfigError(
-            f"{source} is a config without parameters; give a run directory instead, or load_parameters_path=RUN."
+            f"{source} is a config without parameters; give a run directory or a Hugging Face folder instead, or "
+            "load_parameters_path=RUN."
         )
     return path
 
@@ -143,8 +150,7 @@ def continue_prompts(
         rows = [dataclasses.replace(row, finish_reason=LENGTH) for row in rows]
         show(rows)
         return rows, None
-    tokenizer = build_tokenizer(config.data)
-    end_ids = () if config.decode.ignore_eos or tokenizer is None else (tokenizer.eos_id,)
+    end_ids = () if config.decode.ignore_eos else _end_ids(config, build_tokenizer(config.data))
     length = padded_length(max(len(prompt.ids) for prompt in prompts))
     num_rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
     shape = BatchShape(num_rows, length, config.decode.max_new_tokens)
@@ -165,6 +171,23 @@ def describe_speed(speed: Speed) -> str:
     if speed.decode_tokens:
         decode += f", {speed.decode_tokens / speed.decode_seconds:,.1f} tokens/s"
     return f"{prefill}; {decode}; compiling: {speed.compile_seconds:.1f} s"
+
+
+def _end_ids(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the tokenizer's and those of the model's own files, which mean nothing to a model of bytes."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.end_ids
+    ids = () if tokenizer is None else tokenizer.end_ids
+    return tuple(sorted({*ids, *model_end_ids(_model_folder(config))}))
+
+
+def _model_folder(config: Config) -> Path:
+    """Returns the folder that the parameters come from: what was given to this command, else the run itself."""
+    for name in ("load_parameters_path", "load_hf"):
+        path = getattr(config.checkpoint, name)
+        if path is not None and config.was_given(name):
+            return run_of(Path(path))
+    return Path(config.run.base_output_directory).expanduser() / (config.run.run_name or config.run.model)
 
 
 def _read_prompts(config: Config) -> list[Prompt]:
@@ -188,19 +211,9 @@ def _build_decode_model(config: Config) -> Model:
     return build_model(config.model, dataclasses.replace(config.compute, dtype=dtype, weight_dtype=dtype))
 
 
-def _restore(config: Config, path: str, model: Model, mesh: Mesh) -> Params:
-    shardings = model.shardings(mesh, config.parallel.logical_axis_rules)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.abstract_params,
-        shardings,
-    )
-    return restore_parameters(path, abstract)
-
-
 def _rules_for_rows(config: Config, mesh: Mesh, num_rows: int) -> LogicalAxisRules:
     """Rows that their mesh axes do not divide are copied to all devices instead."""
-    rules = config.parallel.logical_axis_rules
+    rules = fitting_rules(config.parallel.logical_axis_rules, mesh, config.model.vocab_size)
     return rules if num_rows % num_parts(mesh_axes("batch", rules), mesh) == 0 else (("batch", ()), *rules)
 
 

@@ -30,9 +30,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Only JSON on standard 
 @app.command(context_settings=KEYS_WITH_DASHES)
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train; the same command again resumes."""
-    from maxlite.config.load import load_config
+    from maxlite.launcher.resolve import resolve_config
 
-    resolved = load_config(config, overrides or [])
+    resolved = resolve_config(config, overrides or [])
     from maxlite.launcher.sample import check_sample, print_sample
     from maxlite.train.run import run_train
 
@@ -42,25 +42,44 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command(context_settings=KEYS_WITH_DASHES)
 def decode(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
-    """Continue prompts from a run directory, or from base.yml with load_parameters_path=."""
-    from maxlite.config.load import load_config
+    """Continue prompts from a run directory, a Hugging Face folder, or base.yml with load_parameters_path=."""
+    from maxlite.launcher.resolve import resolve_config
 
-    resolved = load_config(config, overrides or [])
+    resolved = resolve_config(config, overrides or [])
     from maxlite.decode.run import run_decode
 
     run_decode(resolved, config, json_output=json_output)
 
 
+@app.command("convert-hf", context_settings=KEYS_WITH_DASHES)
+def convert_hf(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a run, or RUN/checkpoints/<n>.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="DST [KEY=VALUE]...", help="A new folder; weight_dtype= is its dtype.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every tensor, its transform and shapes.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare logits with transformers, if installed.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of an export.")] = "5GB",
+) -> None:
+    """Convert a Hugging Face folder to a run, or a run to a Hugging Face folder."""
+    from maxlite.launcher.convert import convert
+
+    given = arguments or []
+    destination = given[0] if given and "=" not in given[0] else None
+    overrides = given[1:] if destination else given
+    convert(source, destination, overrides, max_shard_size, {"explain": explain, "check": check})
+
+
 @app.command("config", context_settings=KEYS_WITH_DASHES)
 def show_config(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
     """Print the resolved config, each value with its source; `config diff A B` compares two."""
-    from maxlite.config.load import load_config
     from maxlite.launcher import show
+    from maxlite.launcher.resolve import resolve_config
 
     if config == "diff":
         show.print_diff(overrides or [], json_output)
     else:
-        show.print_config(load_config(config, overrides or []), json_output)
+        show.print_config(resolve_config(config, overrides or []), json_output)
 
 
 @app.command()

@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 
 from maxlite.config.schema import Config
-from maxlite.decode.prompts import build_tokenizer, read_prompts
+from maxlite.data.tokenizer import build_tokenizer
+from maxlite.decode.prompts import read_prompts
 from maxlite.decode.run import sample_text
 from maxlite.train.run import TrainResult
 

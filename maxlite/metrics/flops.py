@@ -1,18 +1,19 @@
 """How much arithmetic a training step is: the one count that TFLOP/s and MFU are made from.
 
     weights:   6 x matmul parameters x tokens
-    attention: 12 x N x H x B x pairs, summed over the layers
+    attention: 6 x N x (key width + value width) x B x pairs, summed over the layers
 
 Both hold two FLOP for each multiply-add, and the backward pass at twice the forward's. Matmul parameters are those of
-q, k, v, o, the gated MLP and the output matrix; the output matrix counts the same when it is the embedding's, and the
-embedding's look-up counts nothing. Tokens count padding too, since it is computed like any token. `pairs` is
+attention's projections (latent ones included), the gated MLP, the router, the experts that a token is sent to, the
+shared expert and the output matrix; the output matrix counts the same when it is the embedding's, and the embedding's
+look-up counts nothing. Tokens count padding too, since it is computed like any token. `pairs` is
 `attention_pairs`. What the backward pass recomputes (remat_policy), norms, activations, the softmax and the optimizer
 are not counted: the count is the model's, not the program's.
 """
 
 import dataclasses
 
-from maxlite.config.layers import attention_window, layer_specs
+from maxlite.config.layers import attention_chunk, attention_window, layer_specs
 from maxlite.config.schema import ModelConfig
 
 
@@ -35,32 +36,53 @@ def train_step_flops(model: ModelConfig, rows: int, length: int) -> StepFlops:
     rows: B, rows in the step.
     length: T, tokens in a row.
     """
-    heads = model.num_query_heads * model.head_dim
-    doubled_pairs = sum(_doubled_pairs(length, attention_window(model, spec)) for spec in layer_specs(model))
+    value_width = model.v_head_dim or model.head_dim
+    doubled_pairs = sum(
+        _doubled_pairs(length, attention_window(model, spec.attention), attention_chunk(model, spec.attention))
+        for spec in layer_specs(model)
+    )
     return StepFlops(
         weight_flops=6 * matmul_parameters(model) * rows * length,
-        attention_flops=6 * heads * rows * doubled_pairs,
+        attention_flops=3 * model.num_query_heads * (model.head_dim + value_width) * rows * doubled_pairs,
     )
 
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Counts the parameters that a token is multiplied with on its way through the model."""
+    mlp = {"dense": 3 * model.emb_dim * model.mlp_dim, "moe": _expert_parameters(model)}
+    layers = sum(_attention_parameters(model, spec.attention) + mlp[spec.mlp] for spec in layer_specs(model))
+    return layers + model.emb_dim * model.vocab_size
+
+
+def _attention_parameters(model: ModelConfig, kind: str) -> int:
     query = model.num_query_heads * model.head_dim
-    key_value = model.num_kv_heads * model.head_dim
-    attention = model.emb_dim * (2 * query + 2 * key_value)
-    mlp = 3 * model.emb_dim * model.mlp_dim
-    return model.num_decoder_layers * (attention + mlp) + model.emb_dim * model.vocab_size
+    if kind != "mla":
+        return model.emb_dim * 2 * (query + model.num_kv_heads * model.head_dim)
+    latent, turning, fixed = model.kv_lora_rank or 0, model.qk_rope_head_dim or 0, model.qk_nope_head_dim or 0
+    value = model.num_query_heads * (model.v_head_dim or 0)
+    queries = model.emb_dim * query if model.q_lora_rank is None else model.q_lora_rank * (model.emb_dim + query)
+    keys_values = model.emb_dim * (latent + turning) + latent * (model.num_query_heads * fixed + value)
+    return queries + keys_values + value * model.emb_dim
 
 
-def attention_pairs(length: int, window: int | None) -> float:
+def _expert_parameters(model: ModelConfig) -> int:
+    routed = model.num_experts_per_tok * (model.moe_mlp_dim or 0)
+    weights = 3 * (routed + (model.shared_expert_mlp_dim or 0)) + model.num_experts + model.shared_expert_gate
+    return model.emb_dim * weights
+
+
+def attention_pairs(length: int, window: int | None, chunk: int | None = None) -> float:
     """Counts the (query, key) pairs of one causal row: T^2 / 2, or T w - w^2 / 2 where a token sees w keys.
 
     Pairs on the border of what is seen (a token with itself; the first key past the window) count half, so that
-    full attention is half of T^2 and a window as long as the row is full attention.
+    full attention is half of T^2 and a window as long as the row is full attention. A chunk of c positions is a row
+    of its own: c^2 / 2.
     """
-    return _doubled_pairs(length, window) / 2
+    return _doubled_pairs(length, window, chunk) / 2
 
 
-def _doubled_pairs(length: int, window: int | None) -> int:
+def _doubled_pairs(length: int, window: int | None, chunk: int | None) -> int:
+    if chunk is not None:
+        return length // chunk * chunk**2 + (length % chunk) ** 2
     seen = length if window is None else min(window, length)
     return 2 * length * seen - seen * seen

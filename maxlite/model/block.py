@@ -8,28 +8,51 @@ from flax import nnx
 from maxlite.config.layers import LayerSpec
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.attention import Attention, AttentionContext
+from maxlite.nn.mla import MultiHeadLatentAttention
 from maxlite.nn.mlp import GatedMLP
+from maxlite.nn.moe import MoE
 from maxlite.nn.norm import RMSNorm
 from maxlite.parallel.sharding import constrain
 
-ATTENTION: dict[str, type] = {"full": Attention, "local": Attention}
-MLP: dict[str, type] = {"dense": GatedMLP}
+ATTENTION: dict[str, Any] = {
+    "full": Attention,
+    "local": Attention,
+    "chunked": Attention,
+    "nope": Attention,
+    "mla": MultiHeadLatentAttention,
+}
+
+
+def _dense(model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None) -> GatedMLP:
+    return GatedMLP(model, compute, model.mlp_dim, rngs=rngs)
+
+
+MLP: dict[str, Any] = {"dense": _dense, "moe": MoE}
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(x), then x + mlp(x), each with a norm before it, after it, or both."""
 
-    def __init__(self, spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
+    def __init__(self, spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes the parts that `spec` names."""
-        dim, epsilon = model.emb_dim, model.normalization_layer_epsilon
-        self.attention_norm = RMSNorm(dim, epsilon, compute, rngs=rngs)
+
+        def norm(wanted: bool) -> Any:
+            return RMSNorm((model.emb_dim,), ("norm",), model, compute, rngs=rngs) if wanted else _identity
+
+        self.attention_norm = norm(model.use_pre_norms)
         self.attention = ATTENTION[spec.attention](spec, model, compute, rngs=rngs)
-        self.mlp_norm = RMSNorm(dim, epsilon, compute, rngs=rngs)
+        self.attention_post_norm = norm(model.use_post_norms)
+        self.mlp_norm = norm(model.use_pre_norms)
         self.mlp = MLP[spec.mlp](model, compute, rngs=rngs)
+        self.mlp_post_norm = norm(model.use_post_norms)
 
     def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any]:
         """x: [B, T, D]. Returns: [B, T, D] and the layer's cache."""
         attended, cache = self.attention(self.attention_norm(x), context, cache)
-        x = constrain(x + attended, "batch", "length", "activation_embed")
-        x = x + self.mlp(self.mlp_norm(x))
+        x = constrain(x + self.attention_post_norm(attended), "batch", "length", "activation_embed")
+        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
         return constrain(x, "batch", "length", "activation_embed"), cache

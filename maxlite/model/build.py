@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxlite.config.layers import layer_groups
+from maxlite.config.layers import LayerSpec, layer_groups
 from maxlite.config.schema import ComputeConfig, LogicalAxisRules, ModelConfig
 from maxlite.errors import ConfigError
-from maxlite.model.stack import unstack
+from maxlite.model.block import ATTENTION
+from maxlite.model.stack import take_apart, unstack
 from maxlite.model.transformer import Output, Transformer
-from maxlite.nn.cache import Cache, LayerCache
+from maxlite.nn.cache import Cache
+from maxlite.ops.soft_cap import soft_capped
 from maxlite.parallel.sharding import indivisible, shardings_of
 
 Params = dict[str, Any]
@@ -34,18 +36,32 @@ class Model:
     config, compute: the sections it was built from, the dtype resolved.
     abstract_params: nested dict of ShapeDtypeStruct; the weights of a layer group are stacked over its repeats.
     logical_axes: nested dict of the same tree, the names of each weight's dimensions.
+    decays: nested dict of the same tree, whether weight decay shrinks each.
     """
 
     config: ModelConfig
     compute: ComputeConfig
     abstract_params: Params
     logical_axes: Params
+    decays: Params
     graphdef: Any
 
     @property
     def num_parameters(self) -> int:
         """Number of weights."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params))
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that act on one token: of the experts' those that it is sent to."""
+        axes = jax.tree.leaves(self.logical_axes, is_leaf=lambda node: isinstance(node, tuple))
+        total = 0
+        for leaf, names in zip(jax.tree.leaves(self.abstract_params), axes, strict=True):
+            # What an expert owns has the experts first; the router has them last.
+            of_expert = "exp" in names[:-1]
+            size = math.prod(leaf.shape)
+            total += size * self.config.num_experts_per_tok // self.config.num_experts if of_expert else size
+        return total
 
     def init(self, key: jax.Array) -> Params:
         """Returns initial parameters; the same values on any mesh."""
@@ -68,30 +84,32 @@ class Model:
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """hidden: [..., D]. Returns: [..., V] float32."""
-        return jnp.einsum("...D,DV->...V", hidden, self.unembedding(params), preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...D,DV->...V", hidden, self.unembedding(params), preferred_element_type=jnp.float32)
+        return soft_capped(logits, self.config.final_logits_soft_cap)
 
     def init_cache(self, batch: int, length: int, *, stacked: bool = True) -> Cache:
         """Returns an empty cache of `length` slots a row; unstacked to go with `unstack`ed parameters."""
-        shape = (batch, length, self.config.num_kv_heads, self.config.head_dim)
-        dtype = jnp.dtype(self.compute.dtype)
 
-        def layer(prefix: tuple[int, ...]) -> LayerCache:
-            return LayerCache(jnp.zeros(prefix + shape, dtype), jnp.zeros(prefix + shape, dtype))
+        def layer(spec: LayerSpec) -> Any:
+            return ATTENTION[spec.attention].init_cache(self.config, self.compute.dtype, batch, length)
 
         layers: dict[str, Any] = {}
         for index, group in enumerate(layer_groups(self.config)):
-            names = [f"block_{position}" for position in range(len(group.pattern))]
-            if stacked:
-                layers[f"group_{index}"] = {name: layer((group.repeats,)) for name in names}
-            else:
-                layers[f"group_{index}"] = tuple({name: layer(()) for name in names} for _ in range(group.repeats))
+            runs = [
+                {f"block_{position}": layer(spec) for position, spec in enumerate(group.pattern)}
+                for _ in range(group.repeats)
+            ]
+            layers[f"group_{index}"] = jax.tree.map(lambda *slots: jnp.stack(slots), *runs) if stacked else tuple(runs)
         slots = jnp.zeros((batch, length), jnp.int32)
         return Cache(layers, slots, slots, jnp.int32(0))
 
     def unstack(self, params: Params) -> Params:
         """Returns the parameters with one array a layer, as decoding wants them."""
-        groups = layer_groups(self.config)
-        return unstack(params, {f"group_{index}": group.repeats for index, group in enumerate(groups)})
+        return unstack(params, self._repeats())
+
+    def take_apart(self, params: Params) -> Params:
+        """As `unstack`, for parameters that are needed no longer: memory for one weight more, not for all twice."""
+        return take_apart(params, self._repeats())
 
     def shardings(self, mesh: Mesh, rules: LogicalAxisRules) -> Params:
         """Returns the NamedSharding of every parameter.
@@ -107,21 +125,25 @@ class Model:
             raise ConfigError("\n".join(named + problems))
         return shardings
 
+    def _repeats(self) -> dict[str, int]:
+        return {f"group_{index}": group.repeats for index, group in enumerate(layer_groups(self.config))}
+
 
 def build_model(model: ModelConfig, compute: ComputeConfig) -> Model:
     """Builds the handle of a model without making any array; `dtype=auto` becomes what the default device likes."""
     compute = dataclasses.replace(compute, dtype=resolve_dtype(compute.dtype))
-    module = nnx.eval_shape(lambda: _make(model, compute, jax.random.key(0)))
-    graphdef, state = nnx.split(module)
+    # Not by tracing `init`, which takes ten times as long; a test holds the two together.
+    graphdef, state = nnx.split(Transformer(model, compute, rngs=None))
     variables = nnx.to_flat_state(state)
-    abstract, axes = {}, {}
+    abstract, axes, decays = {}, {}, {}
     for path, variable in variables:
         shape = variable.get_raw_value()
         names = variable.get_metadata()["axes"]
+        _put(decays, path, variable.get_metadata()["decays"])
         _put(abstract, path, shape)
         # Inside a group every weight has the repeats as its first dimension.
         _put(axes, path, ("layers",) * (len(shape.shape) - len(names)) + names)
-    return Model(model, compute, abstract, axes, graphdef)
+    return Model(model, compute, abstract, axes, decays, graphdef)
 
 
 def resolve_dtype(dtype: str) -> str:

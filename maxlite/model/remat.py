@@ -7,7 +7,8 @@ import jax
 
 from maxlite.config.schema import REMAT_POLICY_NAMES
 
-_QKV = ("query_proj", "key_proj", "value_proj")
+# Latent attention has latents besides: narrow, and the way to all heads.
+_QKV = ("query_proj", "key_proj", "value_proj", "query_wa_proj", "kv_wa_proj")
 _MLP_IN = ("mlpwi_0", "mlpwi_1")
 _MATMULS = (*_QKV, "out_proj", *_MLP_IN, "mlpwo")
 

@@ -5,6 +5,7 @@ as a tuple of the repeats' arrays (`unstack`): slicing a stacked array inside a 
 for every token.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from maxlite.nn.attention import AttentionContext
 class Pattern(nnx.Module):
     """The blocks of one repeat, in order."""
 
-    def __init__(self, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
+    def __init__(self, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes block_0, block_1, ..."""
         self.num_blocks = len(group.pattern)
         for position, spec in enumerate(group.pattern):
@@ -37,15 +38,18 @@ class Pattern(nnx.Module):
 class Stack(nnx.Module):
     """A group of layers: `repeats` runs through its pattern, each with its own weights."""
 
-    def __init__(self, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
-        """Makes the stacked weights."""
+    def __init__(self, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
+        """Makes the stacked weights, or without `rngs` their shapes."""
 
         @nnx.split_rngs(splits=group.repeats)
         @nnx.vmap(in_axes=0, out_axes=0)
         def make_pattern(rngs: nnx.Rngs) -> Pattern:
             return Pattern(group, model, compute, rngs=rngs)
 
-        self.layers = make_pattern(rngs)
+        if rngs is None:
+            self.layers = _stacked(Pattern(group, model, compute, rngs=None), group.repeats)
+        else:
+            self.layers = make_pattern(rngs)
         self.repeats = group.repeats
         self.remat_policy = compute.remat_policy
         self.unroll = 1 if compute.scan_layers else group.repeats
@@ -76,6 +80,34 @@ def unstack(params: dict[str, Any], repeats: dict[str, int]) -> dict[str, Any]:
         else tree
         for name, tree in params.items()
     }
+
+
+def take_apart(params: dict[str, Any], repeats: dict[str, int]) -> dict[str, Any]:
+    """As `unstack`, outside of a compiled function: each stacked weight is given up as soon as it is taken apart."""
+
+    def apart(weight: jax.Array, count: int) -> tuple[jax.Array, ...]:
+        parts = _slices(weight, count)
+        jax.block_until_ready(parts)
+        weight.delete()
+        return parts
+
+    return {
+        name: jax.tree.map(lambda weight: apart(weight, repeats[name]), tree) if name in repeats else tree  # noqa: B023
+        for name, tree in params.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _slices(weight: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    return tuple(weight[index] for index in range(count))
+
+
+def _stacked(pattern: Pattern, repeats: int) -> Pattern:
+    """Shapes of one repeat -> shapes of all of them."""
+    graphdef, state = nnx.split(pattern)
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((repeats, *leaf.shape), leaf.dtype), state)
+    )
 
 
 def _is_unstacked(params: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
 from maxlite.config.layers import layer_groups
@@ -13,7 +12,7 @@ from maxlite.nn.attention import AttentionContext
 from maxlite.nn.cache import Cache, write_tokens
 from maxlite.nn.embedding import Embedding, OutputMatrix
 from maxlite.nn.norm import RMSNorm
-from maxlite.ops.rope import RopeScaling, inverse_frequencies, rotation
+from maxlite.nn.rotary import rotary_tables, rotations
 
 
 class Output(NamedTuple):
@@ -24,37 +23,35 @@ class Output(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """A pre-norm decoder-only transformer."""
+    """A decoder-only transformer."""
 
-    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes all weights."""
         groups = layer_groups(model)
         self.group_names = tuple(f"group_{index}" for index in range(len(groups)))
         self.embedding = Embedding(model, compute, rngs=rngs)
         for name, group in zip(self.group_names, groups, strict=True):
             setattr(self, name, Stack(group, model, compute, rngs=rngs))
-        self.final_norm = RMSNorm(model.emb_dim, model.normalization_layer_epsilon, compute, rngs=rngs)
+        self.final_norm = RMSNorm((model.emb_dim,), ("norm",), model, compute, rngs=rngs)
         if not model.logits_via_embedding:
             self.output = OutputMatrix(model, compute, rngs=rngs)
         self.tied = model.logits_via_embedding
         # A tuple, because what is static in a module must be hashable.
-        self.inverse_frequencies = tuple(
-            inverse_frequencies(model.head_dim, model.rope_max_timescale, rope_scaling(model)).tolist()
-        )
+        self.rotary_tables = tuple(rotary_tables(model).items())
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, cache: Cache | None
     ) -> Output:
         """tokens, positions, segment_ids: [B, T] int32."""
-        cos, sin = rotation(positions, np.array(self.inverse_frequencies, np.float32))
+        turns = rotations(dict(self.rotary_tables), positions)
         index = None if cache is None else cache.index
         if cache is None:
-            context = AttentionContext(positions, segment_ids, positions, segment_ids, cos, sin, index)
+            context = AttentionContext(positions, segment_ids, positions, segment_ids, turns, index)
         else:
             assert segment_ids is not None, "a cache marks empty slots by segment id 0"
             cache = write_tokens(cache, positions, segment_ids)
             keys = (cache.positions, cache.segment_ids)
-            context = AttentionContext(positions, segment_ids, *keys, cos, sin, index)
+            context = AttentionContext(positions, segment_ids, *keys, turns, index)
         x, layers = self.embedding(tokens), {}
         for name in self.group_names:
             x, layers[name] = getattr(self, name)(x, context, None if cache is None else cache.layers[name])
@@ -63,16 +60,3 @@ class Transformer(nnx.Module):
     def unembedding(self) -> jax.Array:
         """Returns the matrix from hidden states to logits: [D, V]."""
         return self.embedding.matrix() if self.tied else self.output.matrix()
-
-
-def rope_scaling(model: ModelConfig) -> RopeScaling | None:
-    """Returns the rotary scaling that the model's keys describe."""
-    if model.rope_type == "default":
-        return None
-    return RopeScaling(
-        kind=model.rope_type,
-        factor=model.rope_factor,
-        low_freq_factor=model.rope_low_freq_factor,
-        high_freq_factor=model.rope_high_freq_factor,
-        original_max_position_embeddings=model.original_max_position_embeddings or 0,
-    )

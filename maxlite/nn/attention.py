@@ -1,15 +1,18 @@
-"""Grouped-query attention, full or with a sliding window (Ainslie et al. 2023, arXiv:2305.13245)."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): over all keys, a window or a chunk of them."""
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layers import LayerSpec, attention_window
+from maxlite.config.layers import LayerSpec, attention_chunk, attention_window
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.cache import LayerCache, write_slots
 from maxlite.nn.linear import Linear
+from maxlite.nn.norm import RMSNorm, rms_normalize
+from maxlite.nn.param import param
 from maxlite.ops.attention import dot_product_attention
 from maxlite.ops.rope import apply_rope
 from maxlite.parallel.sharding import constrain
@@ -19,38 +22,63 @@ class AttentionContext(NamedTuple):
     """What all layers share about the tokens of one forward pass.
 
     query_*: [B, T]; key_*: [B, S], the same arrays as the queries' when there is no cache.
-    cos, sin: [B, T, H/2]. index: the cache slot of the first token, None without a cache.
+    rotations: (cos, sin), each [B, T, R/2], for each kind of attention that turns R features of a head.
+    index: the cache slot of the first token, None without a cache.
     """
 
     query_positions: jax.Array
     query_segment_ids: jax.Array | None
     key_positions: jax.Array
     key_segment_ids: jax.Array | None
-    cos: jax.Array
-    sin: jax.Array
+    rotations: dict[str, tuple[jax.Array, jax.Array]]
     index: jax.Array | None
 
 
 class Attention(nnx.Module):
-    """Softmax attention with rotary positions; `spec.attention` says which keys a token sees."""
+    """Softmax attention; `spec.attention` says which keys a token sees and whether positions turn them."""
 
-    def __init__(self, spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
-        """Makes query [D, N, H], key and value [D, K, H] and out [N, H, D]."""
+    def __init__(self, spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
+        """Makes query [D, N, H], key and value [D, K, H], out [N, H, D], and the biases, norms and sinks asked for."""
         dim, heads, kv_heads, width = model.emb_dim, model.num_query_heads, model.num_kv_heads, model.head_dim
-        kv_axes = ("embed", "kv_heads", "head_dim")
-        self.window = attention_window(model, spec)
-        self.scale = width**-0.5
-        self.query = Linear("BTD,DNH->BTNH", (dim, heads, width), ("embed", "heads", "head_dim"), compute, rngs=rngs)
-        self.key = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, rngs=rngs)
-        self.value = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, rngs=rngs)
-        self.out = Linear("BTNH,NHD->BTD", (heads, width, dim), ("heads", "head_dim", "embed"), compute, rngs=rngs)
+        kv_axes, bias = ("embed", "kv_heads", "head_dim"), model.attention_bias
+        self.kind = spec.attention
+        self.window = attention_window(model, self.kind)
+        self.chunk = attention_chunk(model, self.kind)
+        self.scale = (model.query_pre_attn_scalar or width) ** -0.5
+        self.soft_cap = model.attn_logits_soft_cap
+        self.interleave = model.rope_interleave
+        self.query = Linear(
+            "BTD,DNH->BTNH", (dim, heads, width), ("embed", "heads", "head_dim"), compute, use_bias=bias, rngs=rngs
+        )
+        self.key = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, use_bias=bias, rngs=rngs)
+        self.value = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, use_bias=bias, rngs=rngs)
+        self.out = Linear(
+            "BTNH,NHD->BTD",
+            (heads, width, dim),
+            ("heads", "head_dim", "embed"),
+            compute,
+            use_bias=model.attention_out_bias,
+            rngs=rngs,
+        )
+        self.norm_type = model.qk_norm_type if model.use_qk_norm else None
+        if self.norm_type == "head":
+            self.query_norm = RMSNorm((width,), ("head_dim",), model, compute, rngs=rngs)
+            self.key_norm = RMSNorm((width,), ("head_dim",), model, compute, rngs=rngs)
+        elif self.norm_type == "projection":
+            self.query_norm = RMSNorm((heads, width), ("heads", "head_dim"), model, compute, rngs=rngs)
+            self.key_norm = RMSNorm((kv_heads, width), ("kv_heads", "head_dim"), model, compute, rngs=rngs)
+        self.epsilon = model.normalization_layer_epsilon
+        self.has_sinks = model.attention_sink
+        if self.has_sinks:
+            self.sinks = param(rngs, (heads,), ("heads",), dtype=compute.weight_dtype, value=0.0)
+        tunes = model.temperature_tuning and self.kind == "nope"
+        self.temperature = (model.temperature_tuning_floor, model.temperature_tuning_scale) if tunes else None
 
     def __call__(
         self, x: jax.Array, context: AttentionContext, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
         """x: [B, T, D]. Returns: [B, T, D], and the cache with these tokens' keys and values."""
-        query = apply_rope(self.query(x), context.cos, context.sin)
-        key = apply_rope(self.key(x), context.cos, context.sin)
+        query, key = self._turned(self.query(x), self.key(x), context)
         query = checkpoint_name(constrain(query, "batch", "length", "activation_heads", None), "query_proj")
         key = checkpoint_name(constrain(key, "batch", "length", "activation_kv_heads", None), "key_proj")
         value = constrain(self.value(x), "batch", "length", "activation_kv_heads", None)
@@ -70,8 +98,37 @@ class Attention(nnx.Module):
             key_segment_ids=context.key_segment_ids,
             scale=self.scale,
             window=self.window,
+            chunk=self.chunk,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks[...] if self.has_sinks else None,
             aligned=cache is None,
         )
         # No name here: ops/attention names the context inside its rule, and a second name would save it twice.
         attended = constrain(attended, "batch", "length", "activation_heads", None)
         return checkpoint_name(self.out(attended), "out_proj"), cache
+
+    def _turned(self, query: jax.Array, key: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array]:
+        """Norms and positions: query [B, T, N, H], key [B, T, K, H] -> the same shapes."""
+        if self.norm_type in ("head", "projection"):
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.kind in context.rotations:
+            cos, sin = context.rotations[self.kind]
+            query = apply_rope(query, cos, sin, interleave=self.interleave)
+            key = apply_rope(key, cos, sin, interleave=self.interleave)
+            if self.norm_type == "l2":
+                query, key = (rms_normalize(x.astype(jnp.float32), self.epsilon).astype(x.dtype) for x in (query, key))
+        if self.temperature is not None:
+            query = query * _temperature(context.query_positions, *self.temperature).astype(query.dtype)
+        return query, key
+
+    @staticmethod
+    def init_cache(model: ModelConfig, dtype: str, batch: int, length: int) -> LayerCache:
+        """Returns an empty cache of `length` slots a row."""
+        shape = (batch, length, model.num_kv_heads, model.head_dim)
+        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def _temperature(positions: jax.Array, floor: int, scale: float) -> jax.Array:
+    """Llama 4's factor of the queries, which grows with position: [B, T] -> [B, T, 1, 1] float32."""
+    steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)
+    return (1.0 + scale * jnp.log1p(steps))[:, :, None, None]

@@ -1,5 +1,7 @@
 """Token ids to vectors, and vectors to logits."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,16 +14,21 @@ from maxlite.parallel.sharding import constrain
 class Embedding(nnx.Module):
     """A table of one vector a token."""
 
-    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes the table [V, D]."""
         self.dtype = jnp.dtype(compute.dtype)
+        # Rounded to the compute dtype before it multiplies, as Gemma was trained (Gemma Team 2024, arXiv:2403.08295).
+        self.multiplier = float(self.dtype.type(math.sqrt(model.emb_dim))) if model.scale_embeddings else None
         shape = (model.vocab_size, model.emb_dim)
         self.table = param(rngs, shape, ("vocab", "embed"), dtype=compute.weight_dtype, fan_in=model.emb_dim)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens: [B, T] int32. Returns: [B, T, D]."""
         # Gathering before the cast reads B*T rows, not the whole table.
-        return constrain(self.table[...][tokens].astype(self.dtype), "batch", "length", "activation_embed")
+        x = self.table[...][tokens].astype(self.dtype)
+        if self.multiplier is not None:
+            x = x * jnp.asarray(self.multiplier, self.dtype)
+        return constrain(x, "batch", "length", "activation_embed")
 
     def matrix(self) -> jax.Array:
         """Returns the table as an output matrix: [D, V] in the compute dtype."""
@@ -31,7 +38,7 @@ class Embedding(nnx.Module):
 class OutputMatrix(nnx.Module):
     """The matrix from final hidden states to logits, where it is not tied to the embedding."""
 
-    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes the kernel [D, V]."""
         self.dtype = jnp.dtype(compute.dtype)
         shape = (model.emb_dim, model.vocab_size)

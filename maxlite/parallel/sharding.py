@@ -69,6 +69,15 @@ def partition_spec(axes: LogicalAxes, rules: LogicalAxisRules) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def fitting_rules(rules: LogicalAxisRules, mesh: Mesh, vocab_size: int) -> LogicalAxisRules:
+    """Returns `rules`, by which the vocabulary is copied to all devices if its mesh axes do not divide it.
+
+    The size of a vocabulary is the tokenizer's choice, not the user's. Padding it instead would give the softmax rows
+    that no token has.
+    """
+    return rules if vocab_size % num_parts(mesh_axes("vocab", rules), mesh) == 0 else (("vocab", ()), *rules)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Names the dimensions of an activation, so that the partitioner places it as the rules say."""
     context = _CONTEXT.get()

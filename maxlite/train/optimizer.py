@@ -40,18 +40,6 @@ def build_optimizer(
     )
 
 
-def decayed_parameters(logical_axes: Any) -> Any:
-    """Returns which parameters weight decay shrinks: those with two or more dimensions of their own.
-
-    The stacking over layers is not one of them, so norm scales and biases never decay, however layers are stored.
-    """
-    return jax.tree.map(
-        lambda axes: sum(axis != "layers" for axis in axes) >= 2,
-        logical_axes,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-
-
 def _adamw(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     """Adam's direction (Kingma and Ba 2015); with decoupled decay, AdamW (Loshchilov and Hutter 2019)."""
     return optax.scale_by_adam(

@@ -102,6 +102,9 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
     flops = train_step_flops(config.model, setup.rows, data.max_target_length)
     attention = flops.attention_flops / flops.total
     automatic = " (auto)" if config.compute.dtype == "auto" else ""
+    undivided = []
+    if setup.rules != config.parallel.logical_axis_rules:
+        undivided = [f"vocab_size={config.model.vocab_size} is not divided by its mesh axes: each device has all of it"]
     return [
         f"{config.train.steps} steps of {setup.rows} rows of {data.max_target_length} tokens",
         f"Num_devices: {len(setup.devices)}, shape {tuple(setup.mesh.shape.values())}: {describe_mesh(setup.mesh)} "
@@ -111,4 +114,5 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
         f"Total estimated memory size: {state_bytes(setup.abstract) / GIB:.3f} GiB a device (state)",
         f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
         f"and {attention:.1%} attention flops",
+        *undivided,
     ]

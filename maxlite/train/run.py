@@ -7,13 +7,14 @@ from typing import Any
 import jax
 
 from maxlite.checkpoint.manager import Checkpointer
-from maxlite.checkpoint.restore import restore_parameters
 from maxlite.checkpoint.run_directory import RunDirectory, check_same_model
 from maxlite.config.inert import inert_keys
 from maxlite.config.load import dump_config, load_config
 from maxlite.config.schema import Config
 from maxlite.data.pipeline import Dataset, build_dataset
 from maxlite.errors import CheckpointError, DataError, OutOfMemoryError, PreemptedError
+from maxlite.hf.load import load_parameters
+from maxlite.hf.run_files import keep_files, keep_tokenizer, run_of
 from maxlite.metrics.out_of_memory import is_out_of_memory, out_of_memory_advice
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.writers import MetricsWriter
@@ -54,7 +55,7 @@ def run_train(config: Config) -> TrainResult:
         prepare_jax(config.run)
         try:
             setup = build_setup(config)
-            with use_mesh(setup.mesh, config.parallel.logical_axis_rules, config.compute.matmul_precision):
+            with use_mesh(setup.mesh, setup.rules, config.compute.matmul_precision):
                 return _run(config, setup, stop)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
@@ -87,6 +88,7 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
             )
             return TrainResult(directory.path, setup, dataset, state.params, start)
         directory.write_config(dump_config(config))
+        _keep_files(config, directory)
         with MetricsWriter(directory.path, config.metrics, start) as writer:
             writer.describe_run(start, dump_config(config), setup.model.num_parameters)
             dump_programs(config.metrics, setup, directory)
@@ -100,6 +102,21 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
             saved = f"saved step {done}" if save and done > start else "nothing new to save"
             raise PreemptedError(f"{stop.received}: {saved}; run the same command again to go on.")
         return TrainResult(directory.path, setup, dataset, state.params, done)
+
+
+def start_path(config: Config) -> str | None:
+    """Returns where the first parameters come from; None begins with random ones."""
+    return config.checkpoint.load_parameters_path or config.checkpoint.load_hf
+
+
+def _keep_files(config: Config, directory: RunDirectory) -> None:
+    """The tokenizer, and the JSON files of the model that the run began from, so that the run stands alone."""
+    path = start_path(config)
+    if path is not None:
+        keep_files(run_of(Path(path)), directory.path)
+    if config.data.tokenizer_path is not None:
+        given = Path(config.data.tokenizer_path).expanduser()
+        keep_tokenizer(given if given.is_dir() else given.parent, directory.path)
 
 
 def _saving(checkpointer: Checkpointer, dataset: Dataset) -> Any:
@@ -134,9 +151,9 @@ def _first_state(
         dataset.train.restore(data_state[DATA_POSITION])
         progress.line(f"Resumed at step {latest}")
         return state, latest
-    path = config.checkpoint.load_parameters_path
+    path = start_path(config)
     if path is not None:
-        params = restore_parameters(path, setup.abstract.params)
+        params = load_parameters(path, setup.model, shardings.params)
         progress.line(f"Parameters from {path}; optimizer and data begin anew")
         fresh = jax.jit(lambda params: fresh_state(params, setup.optimizer), out_shardings=shardings, donate_argnums=0)
         return fresh(params), 0

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from maxlite.config.schema import Config
+from maxlite.config.schema import Config, LogicalAxisRules
 from maxlite.data.batch import Batch
 from maxlite.errors import ConfigError, OutOfMemoryError
 from maxlite.metrics.flops import train_step_flops
@@ -17,8 +17,8 @@ from maxlite.metrics.rates import StepWork
 from maxlite.model.build import Model, build_model
 from maxlite.parallel.devices import device_memory_bytes, run_devices
 from maxlite.parallel.mesh import build_mesh
-from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts, partition_spec
-from maxlite.train.optimizer import build_optimizer, build_schedule, decayed_parameters
+from maxlite.parallel.sharding import describe_axes, fitting_rules, mesh_axes, num_parts, partition_spec
+from maxlite.train.optimizer import build_optimizer, build_schedule
 from maxlite.train.state import TrainState, abstract_state, state_bytes, state_shardings
 from maxlite.train.step import LossSums, automatic_tiles, build_eval_step, build_loss, build_train_step
 
@@ -29,6 +29,7 @@ GIB = 2**30
 class Setup:
     """The compiled parts of a run and what they work on.
 
+    rules: logical axis -> mesh axes, the vocabulary's only if they divide it.
     rows: rows of a global batch. abstract, abstract_batch: shapes, dtypes and shardings of the step's arguments.
     work: what a step computes, for rates and MFU.
     train_step, eval_step: jitted. place: puts a batch of numpy arrays [rows, T] on the mesh.
@@ -36,6 +37,7 @@ class Setup:
 
     devices: list[jax.Device]
     mesh: Mesh
+    rules: LogicalAxisRules
     model: Model
     rows: int
     abstract: TrainState
@@ -57,23 +59,25 @@ def build_setup(config: Config) -> Setup:
     devices = run_devices(config.run)
     mesh = build_mesh(config.parallel, devices)
     model = build_model(config.model, config.compute)
+    rules = fitting_rules(config.parallel.logical_axis_rules, mesh, config.model.vocab_size)
     rows = global_rows(config, len(devices), mesh)
     schedule = build_schedule(config.optimizer, config.train.steps)
-    optimizer = build_optimizer(config.optimizer, schedule, decayed_parameters(model.logical_axes))
-    shardings = state_shardings(model, optimizer, mesh, config.parallel.logical_axis_rules)
+    optimizer = build_optimizer(config.optimizer, schedule, model.decays)
+    shardings = state_shardings(model, optimizer, mesh, rules)
     abstract = abstract_state(model, optimizer, shardings)
     _require_memory(config, abstract, devices)
     micro_batch_rows = rows // config.train.gradient_accumulation_steps
-    batch_parts = num_parts(mesh_axes("batch", config.parallel.logical_axis_rules), mesh)
+    batch_parts = num_parts(mesh_axes("batch", rules), mesh)
     tiles = config.compute.num_vocab_tiling or automatic_tiles(
         (micro_batch_rows // batch_parts, config.data.max_target_length), config.model.vocab_size
     )
     loss = build_loss(model, tiles, config.train.z_loss_multiplier)
     step = build_train_step(loss, optimizer, schedule, config.train, config.optimizer)
-    batch_sharding = NamedSharding(mesh, partition_spec(("batch", None), config.parallel.logical_axis_rules))
+    batch_sharding = NamedSharding(mesh, partition_spec(("batch", None), rules))
     return Setup(
         devices=devices,
         mesh=mesh,
+        rules=rules,
         model=model,
         rows=rows,
         abstract=abstract,

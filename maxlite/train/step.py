@@ -42,6 +42,7 @@ def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float) -> LossFu
             batch.loss_mask * scale,
             num_tiles=num_tiles,
             z_loss_multiplier=z_loss_multiplier,
+            soft_cap=model.config.final_logits_soft_cap,
         )
         return LossSums(lm_loss, z_loss, jnp.sum(batch.loss_mask))
 

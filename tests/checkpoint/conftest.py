@@ -62,6 +62,7 @@ def build_config(keep=3, asynchronous=True):
         max_num_checkpoints_to_keep=keep,
         save_checkpoint_on_completion=True,
         load_parameters_path=None,
+        load_hf=None,
     )
 
 

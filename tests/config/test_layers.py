@@ -1,8 +1,18 @@
 import pytest
 
-from maxlite.config.layers import LayerSpec, attention_window, layer_groups, layer_places, layer_specs
+from maxlite.config.layers import (
+    LayerSpec,
+    attention_chunk,
+    attention_window,
+    layer_groups,
+    layer_places,
+    layer_specs,
+    rotary_dim,
+)
 
 L, F = LayerSpec("local", "dense"), LayerSpec("full", "dense")
+M = LayerSpec("full", "moe")
+MOE = ("num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16")
 
 
 def model_of(tiny_config, layers, pattern):
@@ -20,7 +30,8 @@ def model_of(tiny_config, layers, pattern):
         (6, "local,full", [((L, F), 3)]),
         (5, "local,full", [((L, F), 2), ((L,), 1)]),
         (8, "local,local,full", [((L, L, F), 2), ((L, L), 1)]),
-        (3, "local,local,full", [((L, L, F), 1)]),
+        (3, "local,local,full", [((L,), 2), ((F,), 1)]),
+        (5, "full,full,local,local,local", [((F,), 2), ((L,), 3)]),
         (2, "local,full", [((L, F), 1)]),
     ],
 )
@@ -43,4 +54,23 @@ def test_the_place_of_a_layer_holds_its_spec(tiny_config, layers, pattern):
 
 def test_only_local_layers_have_a_window(tiny_config):
     model = model_of(tiny_config, 2, "local,full")
-    assert (attention_window(model, L), attention_window(model, F)) == (4, None)
+    assert (attention_window(model, "local"), attention_window(model, "full")) == (4, None)
+
+
+def test_only_chunked_layers_have_chunks_and_nope_layers_do_not_turn(tiny_config):
+    model = tiny_config("attention_pattern=chunked,nope", "chunk_attn_window_size=8", "partial_rotary_factor=0.5").model
+    assert [attention_chunk(model, kind) for kind in ("chunked", "nope")] == [8, None]
+    assert [rotary_dim(model, kind) for kind in ("chunked", "nope")] == [8, 0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "overrides", "groups"),
+    [
+        (5, ["mlp_pattern=moe", "num_dense_layers=2"], [((F,), 2), ((M,), 3)]),
+        (6, ["mlp_pattern=dense,moe"], [((F, M), 3)]),
+        (5, ["mlp_pattern=moe", "num_dense_layers=1"], [((F,), 1), ((M,), 4)]),
+    ],
+)
+def test_experts_fold_apart_from_dense_layers(tiny_config, layers, overrides, groups):
+    model = tiny_config(f"num_decoder_layers={layers}", *overrides, *MOE).model
+    assert [(group.pattern, group.repeats) for group in layer_groups(model)] == groups

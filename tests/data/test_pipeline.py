@@ -293,7 +293,7 @@ import pathlib
 from maxlite.config.schema import DataConfig
 from maxlite.data.pipeline import build_dataset
 path = {folder!r} + "/a.txt"
-data = DataConfig("text", (path,), None, 0.0, 32, 1.0, True, "split", True, True, True, 0, None)
+data = DataConfig("text", (path,), None, 0.0, 32, 1.0, True, "split", True, True, True, 0, None, None)
 train = build_dataset(data, vocab_size=258, batch_size=4).train
 next(train)
 {ending}

@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,3 +121,43 @@ def test_synthetic_has_no_passes(build_data_config: BuildDataConfig) -> None:
     """A key that cannot act is refused."""
     with pytest.raises(ConfigError, match="num_epoch=2"):
         SOURCES["synthetic"](build_data_config(dataset_type="synthetic", num_epoch=2), 7)
+
+
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+def test_windows_under_a_tokenizer_json(
+    write_files: WriteFiles,
+    build_data_config: BuildDataConfig,
+    write_tokenizer: Callable[..., Path],
+    long_documents: str,
+) -> None:
+    """Tokens of words follow one another as bytes do; what is no text to its end is counted."""
+    texts = {"a": "w0 w1 w2 w3 w4", "b": "w5", "c": "a" * 5000 + "\udcff"}
+    folder = write_files({name: text.encode(errors="surrogateescape") for name, text in texts.items()})
+    settings = {"eos_token": "</s>"}
+    data = build_data_config(
+        dataset_path=(folder,),
+        tokenizer_path=str(write_tokenizer("words", tokenizer_config=settings)),
+        max_target_length=4,
+        long_documents=long_documents,
+    )
+    corpus = SOURCES["text"](data, 64)
+    windows = [corpus.train[index].tolist() for index in range(len(corpus.train))]
+    rest = [[[8, 2]]] if long_documents == "split" else []
+    assert windows == [[[4, 5], [5, 6], [6, 7], [7, 8]], *rest, [[9, 2]]]
+    assert ", 1 not text, " in corpus.summary
+    assert corpus.tokenizer is not None and corpus.tokenizer.vocab_size == 64
+    with pytest.raises(ConfigError, match=r"vocab_size=63 is smaller than the 64"):
+        SOURCES["text"](data, 63)
+
+
+def test_another_tokenizer_is_other_data(
+    write_files: WriteFiles, build_data_config: BuildDataConfig, write_tokenizer: Callable[..., Path]
+) -> None:
+    """A run does not go on with the same files under other ids."""
+    folder = write_files({"a": "w0 w1"})
+    identities = set()
+    for name in ("words", "byte_level"):
+        path = str(write_tokenizer(name))
+        data = build_data_config(dataset_path=(folder,), tokenizer_path=path, add_eos=False)
+        identities.update(SOURCES["text"](data, 300).identity for _ in range(2))
+    assert len(identities) == 2

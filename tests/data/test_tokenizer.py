@@ -1,49 +1,46 @@
-"""Bytes are ids, marks have no text, and streaming gives what decoding at once gives."""
+"""Which tokenizer a config means, and whether it is the model's."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from maxlite.data.tokenizer import ByteTokenizer
-from maxlite.errors import DataError
+from maxlite.config.schema import DataConfig
+from maxlite.data.tokenizer import build_tokenizer, check_vocabulary
+from maxlite.data.tokenizer_bytes import ByteTokenizer
+from maxlite.data.tokenizer_json import JsonTokenizer
+from maxlite.errors import ConfigError
 
-TEXT = "def f(): return 'äöü €uro 🐍 日本'\n"
-
-
-def test_round_trip_without_marks() -> None:
-    """Encode gives the UTF-8 bytes and decode gives the text back."""
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(TEXT)
-    assert ids == list(TEXT.encode("utf-8"))
-    assert tokenizer.decode(ids) == TEXT
+BuildDataConfig = Callable[..., DataConfig]
 
 
-def test_marks_are_above_the_bytes() -> None:
-    """The three constants are a contract with checkpoints."""
-    assert (ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.vocab_size) == (256, 257, 258)
+def test_only_random_tokens_have_no_tokenizer(build_data_config: BuildDataConfig) -> None:
+    """Text without a tokenizer_path is bytes."""
+    assert build_tokenizer(build_data_config(dataset_type="synthetic")) is None
+    assert isinstance(build_tokenizer(build_data_config()), ByteTokenizer)
 
 
-def test_decode_skips_marks_and_padding_ids_and_replaces_broken_bytes() -> None:
-    """A model with a larger vocabulary may draw any id."""
-    assert ByteTokenizer().decode([256, 97, 300, 0xFF, 98, 257]) == "a\ufffdb"
+@pytest.mark.parametrize("dataset_type", ["text", "synthetic"])
+def test_a_path_is_a_tokenizer_of_any_data(
+    build_data_config: BuildDataConfig, write_tokenizer: Callable[..., Path], dataset_type: str
+) -> None:
+    """The file and its folder are the same tokenizer, which is read again when the file is another."""
+    folder = write_tokenizer("words")
+    for path in (folder, folder / "tokenizer.json"):
+        tokenizer = build_tokenizer(build_data_config(dataset_type=dataset_type, tokenizer_path=str(path)))
+        assert isinstance(tokenizer, JsonTokenizer)
+        assert tokenizer.encode("w0 w59") == [4, 63]
+    write_tokenizer("byte_level")
+    tokenizer = build_tokenizer(build_data_config(tokenizer_path=str(folder)))
+    assert tokenizer is not None and tokenizer.vocab_size == 263
 
 
-@pytest.mark.parametrize("ids", [list(TEXT.encode()), [0xE2, 0x82], [97, 0xF0, 256, 0x9F, 0x90, 0x8D, 257], [0xFF, 97]])
-def test_streaming_equals_decoding_at_once(ids: list[int]) -> None:
-    """Whatever the pieces, the joined text is the same."""
-    tokenizer = ByteTokenizer()
-    decoder = tokenizer.build_stream_decoder()
-    streamed = "".join(decoder.decode([token]) for token in ids) + decoder.finish()
-    assert streamed == tokenizer.decode(ids)
-
-
-def test_streaming_holds_back_an_unfinished_character() -> None:
-    """Half a character is not shown as a replacement sign."""
-    decoder = ByteTokenizer().build_stream_decoder()
-    first, second, third = "€".encode()
-    assert [decoder.decode([first]), decoder.decode([second]), decoder.decode([third])] == ["", "", "€"]
-    assert decoder.finish() == ""
-
-
-def test_lone_surrogate_is_an_error() -> None:
-    """It has no UTF-8; the message says where it is."""
-    with pytest.raises(DataError, match="character 2"):
-        ByteTokenizer().encode("ab\ud800")
+def test_a_vocabulary_that_is_too_small_is_refused_with_both_numbers(write_tokenizer: Callable[..., Path]) -> None:
+    """Rows of the model beyond the tokenizer are fine."""
+    tokenizer = JsonTokenizer(write_tokenizer("words"))
+    check_vocabulary(tokenizer, 64)
+    check_vocabulary(tokenizer, 128)
+    with pytest.raises(ConfigError, match=r"vocab_size=63 is smaller than the 64 of the tokenizer of tokenizer_path"):
+        check_vocabulary(tokenizer, 63)
+    with pytest.raises(ConfigError, match=r"vocab_size=257 is smaller than the 258 of the byte tokenizer"):
+        check_vocabulary(ByteTokenizer(), 257)

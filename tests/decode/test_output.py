@@ -2,8 +2,10 @@
 
 import io
 import json
+from pathlib import Path
 
-from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer_bytes import ByteTokenizer
+from maxlite.data.tokenizer_json import JsonTokenizer
 from maxlite.decode.output import Continuation, JsonWriter, TextWriter
 from maxlite.decode.prompts import Prompt
 
@@ -71,3 +73,16 @@ def test_json_text_is_null_without_tokenizer():
     record = json.loads(stream.getvalue())
     assert record["text"] is None
     assert record["prompt"] is None
+
+
+def test_text_goes_on_where_the_prompt_ended():
+    """The space before a word is part of its token here, and is lost where the word begins a text."""
+    tokenizer = JsonTokenizer(Path(__file__).resolve().parents[1] / "assets" / "stories260K")
+    assert tokenizer.decode([407]) == "upon"
+    row = Continuation(Prompt("Once", (1, 403)), [407, 261, 378, 2], "length")
+    assert row.text(tokenizer) == " upon a time"
+    shown, record = io.StringIO(), io.StringIO()
+    TextWriter(shown, tokenizer).update([row])
+    JsonWriter(record, tokenizer).update([row])
+    assert shown.getvalue() == "Once upon a time\n"
+    assert json.loads(record.getvalue())["text"] == " upon a time"

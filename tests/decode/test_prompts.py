@@ -1,26 +1,30 @@
 """Where prompts come from, and one clear error for each that can't be used."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from maxlite.data.tokenizer import ByteTokenizer
-from maxlite.decode.prompts import Prompt, build_tokenizer, read_prompts
+from maxlite.data.tokenizer_bytes import ByteTokenizer
+from maxlite.data.tokenizer_json import JsonTokenizer
+from maxlite.decode.prompts import Prompt, read_prompts
 from maxlite.errors import ConfigError, DataError
+
+STORIES = Path(__file__).resolve().parents[1] / "assets" / "stories260K"
 
 
 @pytest.fixture
 def read(tiny_config, tmp_path):
     """read(prompt=..., tokenizer=..., file="..."): the prompts of a model of 264 tokens."""
 
-    def run(tokenizer=True, add_bos=True, file=None, **keys):
+    def run(tokenizer=True, add_bos=True, file=None, vocab_size=264, **keys):
         if file is not None:
             path = tmp_path / "prompts.txt"
             path.write_bytes(file if isinstance(file, bytes) else file.encode())
             keys["prompt_file"] = str(path)
         section = dataclasses.replace(tiny_config().decode, **keys)
-        chosen = ByteTokenizer() if tokenizer else None
-        return read_prompts(section, chosen, add_bos=add_bos, vocab_size=264)
+        chosen = {True: ByteTokenizer(), False: None}.get(tokenizer, tokenizer)
+        return read_prompts(section, chosen, add_bos=add_bos, vocab_size=vocab_size)
 
     return run
 
@@ -47,7 +51,7 @@ def test_file_of_text_and_objects(read):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"prompt": "x", "tokenizer": False}, "has no tokenizer; give token ids"),
+        ({"prompt": "x", "tokenizer": False}, "has no tokenizer; give token ids.* or tokenizer_path="),
         ({"prompt": "", "add_bos": False}, "the prompt is empty"),
         ({"prompt_ids": "5,264"}, r"token id 264 is outside 0\.\.263 \(vocab_size=264\)"),
         ({"prompt_ids": "-1"}, r"token id -1 is outside 0\.\.263"),
@@ -91,6 +95,17 @@ def test_file_that_is_not_there(read, tmp_path):
         read(prompt_file=str(tmp_path))
 
 
-def test_only_text_has_a_tokenizer(tiny_config):
-    assert build_tokenizer(tiny_config().data) is None
-    assert isinstance(build_tokenizer(tiny_config("dataset_type=text", "vocab_size=264").data), ByteTokenizer)
+def test_a_tokenizer_puts_its_own_marks_around_text(read):
+    tokenizer = JsonTokenizer(STORIES)
+    once = (403, 407, 261, 378)
+    prompt = "Once upon a time"
+    assert read(prompt=prompt, tokenizer=tokenizer, vocab_size=512) == [Prompt(prompt, (1, *once))]
+    assert read(prompt=prompt, tokenizer=tokenizer, vocab_size=512, add_bos=False) == [Prompt(prompt, once)]
+    assert read(prompt="<s>Once", tokenizer=tokenizer, vocab_size=512, add_bos=False) == [Prompt("<s>Once", (1, 403))]
+    assert read(prompt_ids="1,403,407", tokenizer=tokenizer, vocab_size=512) == [Prompt("Once upon", (1, 403, 407))]
+
+
+def test_a_tokenizer_of_another_model_is_refused(read):
+    for prompt in ({"prompt": "a"}, {"prompt_ids": "5"}):
+        with pytest.raises(ConfigError, match="vocab_size=511 is smaller than the 512"):
+            read(tokenizer=JsonTokenizer(STORIES), vocab_size=511, **prompt)

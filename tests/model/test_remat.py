@@ -14,7 +14,7 @@ from maxlite.model.block import Block
 from maxlite.model.build import build_model
 from maxlite.model.remat import OFFLOADED_NAMES, SAVED_NAMES, rematerialize
 from maxlite.nn.attention import AttentionContext
-from maxlite.ops.rope import inverse_frequencies, rotation
+from maxlite.nn.rotary import rotary_tables, rotations
 
 QKV = {"query_proj", "key_proj", "value_proj"}
 # What each policy keeps, as docs/remat.md says; mlpwo is needed by no backward pass of this block.
@@ -39,8 +39,8 @@ def block_of(tiny_config):
     graphdef, state = nnx.split(abstract)
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
     positions, segments = jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32)
-    cos, sin = rotation(positions, inverse_frequencies(8, 1e4))
-    context = AttentionContext(positions, segments, positions, segments, cos, sin, None)
+    turns = rotations(rotary_tables(config.model), positions)
+    context = AttentionContext(positions, segments, positions, segments, turns, None)
     return lambda params, x: nnx.merge(graphdef, params)(x, context, None)[0], params, jnp.ones((1, 8, 32))
 
 

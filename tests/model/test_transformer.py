@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from maxlite.model.build import build_model
-from maxlite.model.transformer import rope_scaling
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,3 @@ def test_only_distances_matter(forward):
     near = forward([5, 6, 7, 8, 9, 1, 2, 3, 4, 5], range(10), [1] * 10)
     far = forward([5, 6, 7, 8, 9, 1, 2, 3, 4, 5], range(100, 110), [1] * 10)
     np.testing.assert_allclose(near, far, atol=1e-3)
-
-
-def test_rope_scaling_is_what_the_keys_say(tiny_config):
-    assert rope_scaling(tiny_config().model) is None
-    scaling = rope_scaling(tiny_config("model=llama3.2-1b").model)
-    found = (scaling.kind, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
-    assert found == ("llama3", 32, 1, 4) and scaling.original_max_position_embeddings == 8192

@@ -1,53 +1,115 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlite.config.layers import LayerSpec
 from maxlite.nn.attention import Attention, AttentionContext
-from maxlite.ops.rope import inverse_frequencies, rotation
+from maxlite.nn.rotary import rotary_tables, rotations
 
 LENGTH = 7
 
 
-def rotated(x, theta=1e4):
-    """Rotary positions by complex numbers: feature i and i + H/2 are one number's two parts. x: [T, N, H]."""
-    half = x.shape[-1] // 2
-    angles = np.arange(x.shape[0])[:, None] * theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
-    return np.concatenate([turned.real, turned.imag], -1)
-
-
-def expected_output(attention, x, window):
-    """Head by head and token by token, in float64."""
-    query, key, value, out = (
-        np.asarray(part.kernel[...], np.float64)
-        for part in (attention.query, attention.key, attention.value, attention.out)
+def rotated(x, interleave, share, theta=1e4):
+    """Rotary positions by complex numbers, over the first `share` of the features. x: [T, N, H]."""
+    size = int(x.shape[-1] * share)
+    turning, rest = x[..., :size], x[..., size:]
+    first, second = (
+        (turning[..., 0::2], turning[..., 1::2]) if interleave else (turning[..., : size // 2], turning[..., size // 2 :])
     )
-    q = rotated(np.einsum("td,dnh->tnh", x, query))
-    k = rotated(np.einsum("td,dnh->tnh", x, key))
-    v = np.einsum("td,dnh->tnh", x, value)
-    result = np.zeros((LENGTH, x.shape[1]))
+    angles = np.arange(x.shape[0])[:, None] * theta ** (-np.arange(size // 2) / (size // 2))
+    turned = (first + 1j * second) * np.exp(1j * angles)[:, None]
+    return np.concatenate([turned.real, turned.imag, rest], -1)
+
+
+def normed(x, model, dims, scale=None):
+    x = x / np.sqrt(np.mean(x**2, axis=dims, keepdims=True) + model.normalization_layer_epsilon)
+    return x if scale is None else x * (scale + model.norm_scale_offset)
+
+
+def expected_output(attention, x, kind, model):
+    """Head by head and token by token, in float64."""
+    weights = {"/".join(path): np.asarray(leaf.get_raw_value(), np.float64)
+               for path, leaf in nnx.to_flat_state(nnx.state(attention))}  # fmt: skip
+    q, k, v = (
+        np.einsum("td,dnh->tnh", x, weights[f"{name}/kernel"]) + weights.get(f"{name}/bias", 0.0)
+        for name in ("query", "key", "value")
+    )
+    if model.use_qk_norm and model.qk_norm_type != "l2":
+        dims = -1 if model.qk_norm_type == "head" else (-2, -1)
+        q, k = (
+            normed(y, model, dims, weights[f"{name}_norm/scale"]) for name, y in (("query", q), ("key", k))
+        )
+    if kind != "nope":
+        q, k = (rotated(y, model.rope_interleave, model.partial_rotary_factor) for y in (q, k))
+        if model.use_qk_norm and model.qk_norm_type == "l2":
+            q, k = (normed(y, model, -1) for y in (q, k))
+    elif model.temperature_tuning:
+        steps = np.floor((np.arange(LENGTH) + 1) / model.temperature_tuning_floor)
+        q = q * (1 + model.temperature_tuning_scale * np.log(1 + steps))[:, None, None]
+    result = np.zeros((LENGTH, x.shape[1])) + weights.get("out/bias", 0.0)
     group = q.shape[1] // k.shape[1]
     for t in range(LENGTH):
-        first = 0 if window is None else max(0, t - window + 1)
+        first = {"local": max(0, t - 2), "chunked": t // 3 * 3}.get(kind, 0)
         for n in range(q.shape[1]):
-            scores = k[first : t + 1, n // group] @ q[t, n] / np.sqrt(q.shape[2])
-            weights = np.exp(scores - scores.max())
-            result[t] += (weights / weights.sum()) @ v[first : t + 1, n // group] @ out[n]
+            scores = k[first : t + 1, n // group] @ q[t, n] / np.sqrt(model.query_pre_attn_scalar or q.shape[2])
+            if model.attn_logits_soft_cap:
+                scores = model.attn_logits_soft_cap * np.tanh(scores / model.attn_logits_soft_cap)
+            chances = np.exp(scores)
+            total = chances.sum() + (np.exp(weights["sinks"][n]) if model.attention_sink else 0)
+            result[t] += (chances / total) @ v[first : t + 1, n // group] @ weights["out/kernel"][n]
     return result
 
 
-@pytest.mark.parametrize(("kind", "kv_heads", "head_dim"), [("full", 4, 16), ("full", 2, 24), ("local", 1, 16)])
-def test_against_numpy(kind, kv_heads, head_dim, tiny_config, rngs):
-    config = tiny_config(
-        f"num_kv_heads={kv_heads}", f"head_dim={head_dim}", "attention_pattern=local,full", "sliding_window_size=3"
-    )
+KINDS = ("attention_pattern=local,chunked", "sliding_window_size=3", "chunk_attn_window_size=3")
+CASES = {
+    "full": ("full", ["num_kv_heads=4"]),
+    "head_dim": ("full", ["head_dim=24"]),
+    "local": ("local", ["num_kv_heads=1", *KINDS]),
+    "chunked": ("chunked", KINDS),
+    "nope": ("nope", ["attention_pattern=full,nope"]),
+    "temperature": (
+        "nope",
+        ["attention_pattern=full,nope", "temperature_tuning=true", "temperature_tuning_floor=2", "temperature_tuning_scale=0.7"],
+    ),
+    "biases": ("full", ["attention_bias=true", "attention_out_bias=true"]),
+    "out bias": ("full", ["attention_out_bias=true"]),
+    "norm of heads": ("full", ["use_qk_norm=true"]),
+    "norm of heads, offset": ("full", ["use_qk_norm=true", "norm_scale_offset=1"]),
+    "norm of projections": ("full", ["use_qk_norm=true", "qk_norm_type=projection"]),
+    "norm without scale": ("full", ["use_qk_norm=true", "qk_norm_type=l2"]),
+    "norm without scale, nope": ("nope", ["attention_pattern=full,nope", "use_qk_norm=true", "qk_norm_type=l2"]),
+    "scalar": ("full", ["query_pre_attn_scalar=3"]),
+    "soft cap": ("full", ["attn_logits_soft_cap=0.5"]),
+    "sinks": ("full", ["attention_sink=true"]),
+    "interleaved": ("full", ["rope_interleave=true"]),
+    "partial": ("full", ["partial_rotary_factor=0.5"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_numpy(case, tiny_config, rngs):
+    kind, overrides = CASES[case]
+    config = tiny_config("normalization_layer_epsilon=0.1", *overrides)
     attention = Attention(LayerSpec(kind, "dense"), config.model, config.compute, rngs=rngs)
+    # Noise everywhere: scales of one and biases of zero would hide mistakes.
+    graphdef, state = nnx.split(attention)
+    generator = np.random.default_rng(1)
+    state = jax.tree.map(lambda leaf: leaf + jnp.asarray(generator.normal(size=leaf.shape) * 0.3, leaf.dtype), state)
+    attention = nnx.merge(graphdef, state)
     positions, segments = jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32)
-    cos, sin = rotation(positions, inverse_frequencies(head_dim, 1e4))
+    turns = rotations(rotary_tables(config.model), positions)
     x = np.random.default_rng(0).normal(size=(LENGTH, 64))
-    context = AttentionContext(positions, segments, positions, segments, cos, sin, None)
+    context = AttentionContext(positions, segments, positions, segments, turns, None)
     found, cache = attention(jnp.asarray(x[None], jnp.float32), context, None)
-    expected = expected_output(attention, x, 3 if kind == "local" else None)
-    np.testing.assert_allclose(found[0], expected, atol=2e-5)
+    expected = expected_output(attention, x, kind, config.model)
+    np.testing.assert_allclose(found[0], expected, atol=5e-5)
     assert cache is None
+
+
+def test_no_weight_is_made_that_was_not_asked_for(tiny_config, rngs):
+    config = tiny_config()
+    attention = Attention(LayerSpec("full", "dense"), config.model, config.compute, rngs=rngs)
+    names = {"/".join(path) for path, _ in nnx.to_flat_state(nnx.state(attention))}
+    assert names == {f"{name}/kernel" for name in ("query", "key", "value", "out")}

@@ -15,6 +15,16 @@ def test_a_token_is_its_row(tiny_config, rngs):
     np.testing.assert_array_equal(embedding.matrix(), jnp.asarray(table.T, jnp.bfloat16))
 
 
+def test_scaled_embeddings_are_multiplied_by_a_rounded_root(tiny_config, rngs):
+    for dtype, root in (("float32", 60**0.5), ("bfloat16", 7.75)):
+        config = tiny_config(f"dtype={dtype}", "emb_dim=60", "scale_embeddings=true")
+        embedding = Embedding(config.model, config.compute, rngs=rngs)
+        rows = jnp.asarray(embedding.table[...][:3], dtype)
+        np.testing.assert_array_equal(embedding(jnp.array([[0, 1, 2]]))[0], rows * jnp.asarray(root, dtype))
+        # The output matrix is the table itself.
+        np.testing.assert_array_equal(embedding.matrix()[:, :3].T, rows)
+
+
 def test_the_output_matrix_is_its_kernel(tiny_config, rngs):
     config = tiny_config("vocab_size=40")
     output = OutputMatrix(config.model, config.compute, rngs=rngs)

@@ -29,3 +29,14 @@ def test_the_product_is_in_the_compute_dtype(tiny_config, rngs):
     linear = Linear("BTD,DF->BTF", (4, 4), ("embed", "mlp"), tiny_config("dtype=bfloat16").compute, rngs=rngs)
     assert linear.kernel[...].dtype == jnp.float32
     assert linear(jnp.ones((1, 1, 4))).dtype == jnp.bfloat16
+
+
+def test_a_bias_has_the_dimensions_that_are_made(tiny_config, rngs):
+    axes = ("embed", "heads", "head_dim")
+    linear = Linear("BTD,DNH->BTNH", (6, 4, 8), axes, tiny_config().compute, use_bias=True, rngs=rngs)
+    assert linear.bias.shape == (4, 8) and linear.bias.get_metadata()["axes"] == ("heads", "head_dim")
+    assert not np.any(linear.bias[...]) and not linear.bias.get_metadata()["decays"]
+    x, bias = jnp.ones((1, 2, 6)), np.random.default_rng(0).normal(size=(4, 8))
+    without = np.asarray(linear(x))
+    linear.bias[...] = jnp.asarray(bias, jnp.float32)
+    np.testing.assert_allclose(linear(x), without + bias, atol=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxlite.model.build import build_model
-from maxlite.train.optimizer import build_optimizer, build_schedule, decayed_parameters
+from maxlite.train.optimizer import build_optimizer, build_schedule
 
 
 def expected_rate(step, peak, length, warmup_fraction, final_fraction, kind="cosine", decay_fraction=0.0):
@@ -70,7 +70,7 @@ def test_decay_shrinks_matrices_and_nothing_else(tiny_config, scan_layers):
     )
     model = build_model(config.model, config.compute)
     schedule = build_schedule(config.optimizer, 100)
-    optimizer = build_optimizer(config.optimizer, schedule, decayed_parameters(model.logical_axes))
+    optimizer = build_optimizer(config.optimizer, schedule, model.decays)
     params = jax.jit(model.init)(jax.random.key(0))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params, has_targets=jnp.bool_(True))

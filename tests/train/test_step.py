@@ -7,7 +7,7 @@ import pytest
 
 from maxlite.data.batch import Batch
 from maxlite.model.build import build_model
-from maxlite.train.optimizer import build_optimizer, build_schedule, decayed_parameters
+from maxlite.train.optimizer import build_optimizer, build_schedule
 from maxlite.train.state import init_state
 from maxlite.train.step import automatic_tiles, build_eval_step, build_loss, build_train_step
 
@@ -29,7 +29,7 @@ def make_batch(lengths: list[int], length: int = 32, vocab_size: int = 64, seed:
 def build_parts(config):
     model = build_model(config.model, config.compute)
     schedule = build_schedule(config.optimizer, config.train.steps)
-    optimizer = build_optimizer(config.optimizer, schedule, decayed_parameters(model.logical_axes))
+    optimizer = build_optimizer(config.optimizer, schedule, model.decays)
     loss = build_loss(model, config.compute.num_vocab_tiling or 1, config.train.z_loss_multiplier)
     step = jax.jit(build_train_step(loss, optimizer, schedule, config.train, config.optimizer))
     state = jax.jit(lambda key: init_state(model, optimizer, key))(jax.random.key(0))

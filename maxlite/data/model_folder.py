@@ -1,0 +1,63 @@
+"""What a Hugging Face model's folder says about text beside its weights: end ids, and where its tokenizer is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maxlite.data.gguf_header import is_gguf, read_header
+from maxlite.data.gguf_tokenizer import token_ids
+from maxlite.errors import ConfigError
+
+# An imported run keeps the model's own JSON files below its folder, so that they are not taken for a run's.
+SUBFOLDERS = ("", "hugging_face")
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def model_end_ids(folder: Path) -> tuple[int, ...]:
+    """Returns every end id that config.json or generation_config.json in `folder` names, in rising order.
+
+    The folder is a Hugging Face model's or an imported run's; one without such files has none. Of a GGUF file it is
+    the ids that its metadata names.
+    Raises ConfigError for a file that is no JSON object, or an end id that is no whole number.
+    """
+    if is_gguf(folder):
+        return tuple(sorted(_ids(token_ids(read_header(folder))["eos_token_id"], folder)))
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        for file in (folder / subfolder / name for subfolder in SUBFOLDERS):
+            settings = read_settings(file)
+            for part in (settings, settings.get("text_config") or {}):
+                found.update(_ids(part.get("eos_token_id"), file))
+    return tuple(sorted(found))
+
+
+def tokenizer_file(path: str | Path) -> Path | None:
+    """Returns the tokenizer.json, or the GGUF file, that `path` is or holds; None where there is none."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / TOKENIZER_FILE
+    return file if file.is_file() else None
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in `file`; a file that is not there is an empty one.
+
+    Raises ConfigError for a file that can't be read or is no JSON object.
+    """
+    if not file.exists():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} can't be read as JSON: {error}. Fetch or write it anew.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} must hold a JSON object, not {type(settings).__name__}. Fetch or write it anew.")
+    return settings
+
+
+def _ids(value: Any, file: Path) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = next((token for token in ids if not isinstance(token, int) or isinstance(token, bool)), None)
+    if wrong is not None:
+        raise ConfigError(f"{file}: eos_token_id={value!r} must be a token id, a list of them, or null.")
+    return ids

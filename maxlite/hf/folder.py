@@ -1,0 +1,91 @@
+"""A Hugging Face model's folder: what its JSON files say, and its tensors as plain floats. Imports no jax."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxlite.errors import ConversionError
+from maxlite.hf.config_json import quantization_method, read_config
+from maxlite.hf.dequantize import dequantize
+from maxlite.hf.family_lines import Family
+from maxlite.hf.safetensors import SafetensorsSource
+from maxlite.hf.source import Respelled, Source
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+# What a tokenizer is made of, in any of its forms.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A folder that has been read, but for its tensors.
+
+    config, generation_config: the JSON objects; the latter is empty where there is no such file.
+    family: whose table also knows what tensors of this folder are left out. keys: every key of ModelConfig.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    family: Family
+    keys: Mapping[str, Any]
+
+    def open_tensors(self) -> Source:
+        """Returns the tensors, under the family's names and as floats, however they are stored.
+
+        Raises:
+            ConversionError: a file is missing, cut short or garbled.
+        """
+        source = Respelled(SafetensorsSource(self.path), self.family.table.spellings)
+        if quantization_method(self.config) is None:
+            return source
+        return dequantize(source, self.config["quantization_config"])
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Says whether `path` is a folder with a config.json, and no run directory."""
+    folder = Path(path).expanduser()
+    return (folder / CONFIG).is_file() and not (folder / "config.yml").is_file()
+
+
+def read_folder(path: str | Path) -> ModelFolder:
+    """Reads the JSON files of a folder.
+
+    Raises:
+        ConversionError: it is not there, or its config.json cannot be read or honoured.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / CONFIG).is_file():
+        found = "has no config.json" if folder.is_dir() else "is not there"
+        raise ConversionError(f"{folder} {found}; give a Hugging Face model's folder.")
+    config = read_json(folder / CONFIG)
+    generation = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
+    family, keys = read_config(config, str(folder / CONFIG))
+    return ModelFolder(folder, config, generation, family, keys)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in `file`.
+
+    Raises:
+        ConversionError: it cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConversionError(f"{file} cannot be read as JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConversionError(f"{file} must hold a JSON object, not {type(found).__name__}.")
+    return found

@@ -1,0 +1,95 @@
+"""From our parameters to the safetensors files of a Hugging Face folder, one stacked array at a time."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from maxlite.errors import ConversionError
+from maxlite.hf.chunks import Chunk, Progress, build_pool, for_chunks, places_of
+from maxlite.hf.copies import copy_values
+from maxlite.hf.plan import Piece, Plan, natural_order
+from maxlite.hf.shards import Location, NewTensor, make_shards
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@contextlib.contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """Gives a folder to fill, which becomes `destination` if all goes well and is removed if not.
+
+    Raises:
+        ConversionError: the destination exists, or something could not be written.
+    """
+    if destination.exists():
+        raise ConversionError(f"{destination} exists: choose another destination, or remove it first")
+    # Beside it, so that the renaming at the end stays inside one file system.
+    unfinished = destination.with_name(f".{destination.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(destination)
+    except OSError as error:
+        raise ConversionError(f"{destination} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def new_tensors(plan: Plan, dtype: np.dtype | None) -> list[NewTensor]:
+    """Returns the tensors that a plan writes, in the order of the files.
+
+    dtype: of all but those that are float32 in any case; None is that of each parameter.
+    """
+    pieces = sorted(plan.pieces, key=lambda piece: natural_order(piece.tensor))
+    return [NewTensor(piece.tensor, piece.shape, _dtype_of(piece, plan, dtype)) for piece in pieces]
+
+
+def write_tensors(
+    plan: Plan,
+    fetch: Callable[[str], np.ndarray],
+    folder: Path,
+    tensors: list[NewTensor],
+    progress: Progress,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes `tensors` (of `new_tensors`) into a folder as safetensors files.
+
+    fetch: path -> value of a parameter, called once for each, in the plan's order; not held after it is written.
+    progress: called with how many more bytes have been written.
+    """
+    locations = make_shards(folder, tensors, max_shard_bytes)
+    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+    with build_pool() as pool:
+        for paths, pieces in plan.bundles.items():
+            # A transform makes views, so the order in memory must be that of the dimensions.
+            arrays = {path: np.ascontiguousarray(fetch(path)) for path in paths}
+
+            def write(chunk: Chunk, arrays: Mapping[str, np.ndarray] = arrays) -> int:
+                name = chunk[0].tensor
+                return _write_chunk(chunk, arrays, locations[name], dtypes[name])
+
+            for_chunks(pool, pieces, write, progress)
+            del arrays, write
+
+
+def _dtype_of(piece: Piece, plan: Plan, dtype: np.dtype | None) -> np.dtype:
+    if piece.float32:
+        return np.dtype(np.float32)
+    return np.dtype(dtype or plan.parameters[piece.slots[0].path].dtype)
+
+
+def _write_chunk(chunk: Chunk, arrays: Mapping[str, np.ndarray], location: Location, dtype: np.dtype) -> int:
+    piece, start, stop = chunk
+    rows = np.empty((stop - start, *piece.shape[1:]) if piece.shape else (), dtype)
+    for region, view in places_of(chunk, arrays):
+        copy_values(rows[(*region, ...)], view)
+    row_bytes = rows.nbytes // max(1, stop - start)
+    buffer = rows.reshape(-1).view(np.uint8).data
+    with location.file.open("r+b", buffering=0) as opened:
+        opened.seek(location.offset + start * row_bytes)
+        while buffer:
+            buffer = buffer[opened.write(buffer) :]
+    return rows.nbytes

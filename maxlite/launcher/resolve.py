@@ -1,0 +1,41 @@
+"""From what a command was given to its config: a YAML file, a run directory or a Hugging Face folder comes first."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxlite.config.load import TOKENIZER_FILE, load_config
+from maxlite.config.schema import Config
+from maxlite.hf.folder import is_model_folder, read_folder
+
+# A row of training that suits every model is cut to what a small one may be asked for.
+USUAL_ROW = 256
+
+
+def resolve_config(path: str, overrides: Sequence[str]) -> Config:
+    """Returns the config of `base.yml key=value ...`, of a run directory, or of a Hugging Face folder.
+
+    Raises:
+        ConfigError: as load_config.
+        ConversionError: the folder of load_hf cannot be read.
+    """
+    if is_model_folder(path):
+        reader = functools.partial(folder_keys, expects_text=False)
+        return load_config("base.yml", [f"load_hf={path}", *overrides], folder_reader=reader)
+    return load_config(path, overrides, folder_reader=folder_keys)
+
+
+def folder_keys(folder: str, *, expects_text: bool = True) -> Mapping[str, Any]:
+    """Returns the keys that a Hugging Face folder decides: the architecture, the tokenizer, a row that fits.
+
+    expects_text: whether, without a tokenizer in the folder, text is expected all the same; else prompts are ids.
+    """
+    keys = dict(read_folder(folder).keys)
+    if keys["max_position_embeddings"] < USUAL_ROW:
+        keys["max_target_length"] = keys["max_position_embeddings"]
+    if (Path(folder).expanduser() / TOKENIZER_FILE).is_file():
+        keys["tokenizer_path"] = folder
+    elif not expects_text:
+        keys["dataset_type"] = "synthetic"
+    return keys

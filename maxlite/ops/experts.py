@@ -1,0 +1,230 @@
+"""Rows of tokens sorted by expert, and the product of each row with its own expert's matrix. No token is dropped.
+
+On TPU and GPU the product is `lax.ragged_dot`. On a CPU XLA computes that one densely, every row with every
+expert; there a loop over the experts multiplies blocks of rows instead. A block may run past the end of its
+expert's rows: what it writes there the next expert, whose rows they are, overwrites.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# A larger block gains no speed on a CPU, and wastes more where an expert's rows do not fill it.
+LARGEST_BLOCK = 256
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "order", "inverse"], meta_fields=["blocks"])
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """T tokens times k choices are M slots; rows are the slots sorted by expert, R of them with padding at the end.
+
+    sizes: [E] int32, rows of each expert; their sum is M.
+    order: [R] int32, the slot that a row is; M where the row is padding.
+    inverse: [M] int32, the row that a slot became.
+    blocks: how many rows the CPU multiplies at once, falling; R is M plus the last.
+    """
+
+    sizes: jax.Array
+    order: jax.Array
+    inverse: jax.Array
+    blocks: tuple[int, ...]
+
+
+def group_by_expert(experts: jax.Array, num_experts: int) -> Grouping:
+    """experts: [T, k] int32, each below num_experts."""
+    slots = experts.reshape(-1)
+    blocks = block_sizes(slots.size, num_experts)
+    order = jnp.argsort(slots, stable=True).astype(jnp.int32)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(slots.size, dtype=jnp.int32), unique_indices=True)
+    sizes = jnp.sum(slots[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return Grouping(sizes, jnp.pad(order, (0, blocks[-1]), constant_values=slots.size), inverse, blocks)
+
+
+def block_sizes(num_slots: int, num_experts: int) -> tuple[int, ...]:
+    """Returns the CPU's blocks: up to two experts' share of the rows, then a quarter of it for what is left."""
+    if num_slots <= num_experts:
+        return (1,)
+    share = min(LARGEST_BLOCK, num_slots, 2 * num_slots // num_experts)
+    largest = 1 << (share.bit_length() - 1)
+    return (largest, largest // 4) if largest >= 32 else (largest,)
+
+
+def to_experts(slots: jax.Array, grouping: Grouping) -> jax.Array:
+    """slots: [M, D]. Returns: rows [R, D], zeros where they are padding."""
+    return _permute(slots, grouping.order, grouping.inverse)
+
+
+def from_experts(rows: jax.Array, grouping: Grouping) -> jax.Array:
+    """rows: [R, D]. Returns: slots [M, D]."""
+    return _permute(rows, grouping.inverse, grouping.order)
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, forward: jax.Array, backward: jax.Array) -> jax.Array:
+    """x[forward], zeros outside x; its gradient is a gather too, by `backward`, where jax's own is a scatter."""
+    del backward
+    return jnp.take(x, forward, axis=0, mode="fill", fill_value=0)
+
+
+def _permute_forward(x: jax.Array, forward: jax.Array, backward: jax.Array) -> tuple[jax.Array, Any]:
+    return _permute(x, forward, backward), (forward, backward)
+
+
+def _permute_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    forward, backward = residuals
+    return _permute(gradient, backward, forward), None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+def grouped_bias(bias: jax.Array, grouping: Grouping) -> jax.Array:
+    """bias: [E, F]. Returns: the bias of each row's expert [R, F], zeros where it is padding."""
+    num_rows = grouping.order.size
+    expert = jnp.searchsorted(jnp.cumsum(grouping.sizes), jnp.arange(num_rows), side="right")
+    # A product, because the gradient of a gather would add row by row.
+    chosen = jax.nn.one_hot(expert, bias.shape[0], dtype=bias.dtype)
+    return jnp.einsum("RE,EF->RF", chosen, bias, precision=jax.lax.Precision.HIGHEST)
+
+
+def grouped_product(rows: jax.Array, kernel: jax.Array, grouping: Grouping) -> jax.Array:
+    """Each row times its expert's matrix; padding gives values without meaning, but finite.
+
+    rows: [R, D] as `to_experts` made them.
+    kernel: [E, D, F] of the same dtype.
+    Returns: [R, F].
+    """
+    return _product(grouping.blocks, rows, kernel, grouping.sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    by_loop = functools.partial(_loop_product, blocks)
+    return jax.lax.platform_dependent(rows, kernel, sizes, cpu=by_loop, default=_ragged_product)
+
+
+def _product_forward(
+    blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _product(blocks, rows, kernel, sizes), (rows, kernel, sizes)
+
+
+def _product_backward(
+    blocks: tuple[int, ...], residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    by_loop = functools.partial(_loop_gradients, blocks)
+    return (
+        *jax.lax.platform_dependent(*residuals, gradient, cpu=by_loop, default=_ragged_gradients),
+        None,
+    )
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _ragged_product(rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The last expert takes the padding too, because ragged_dot leaves rows of no expert undefined."""
+    padding = rows.shape[0] - jnp.sum(sizes)
+    return jax.lax.ragged_dot(rows, kernel, sizes.at[-1].add(padding))
+
+
+def _ragged_gradients(
+    rows: jax.Array, kernel: jax.Array, sizes: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Padding adds nothing: `from_experts` gave its rows no gradient."""
+    _, pull_back = jax.vjp(lambda rows, kernel: _ragged_product(rows, kernel, sizes), rows, kernel)
+    return pull_back(gradient)
+
+
+def _loop_product(blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Only experts that have rows are read: in decoding they are few."""
+    starts = jnp.cumsum(sizes) - sizes
+    busy = jnp.argsort(sizes == 0, stable=True)
+    num_busy = jnp.sum(sizes > 0)
+
+    def of_expert(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        index, output = carry
+        expert = busy[index]
+        matrix = jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
+
+        def of_block(first: jax.Array, size: int, output: jax.Array) -> jax.Array:
+            start = starts[expert] + first
+            made = jax.lax.dynamic_slice_in_dim(rows, start, size) @ matrix
+            return jax.lax.dynamic_update_slice_in_dim(output, made, start, 0)
+
+        return index + 1, _over_blocks(blocks, sizes[expert], of_block, output)
+
+    output = jnp.zeros((rows.shape[0], kernel.shape[2]), rows.dtype)
+    return jax.lax.while_loop(lambda carry: carry[0] < num_busy, of_expert, (jnp.int32(0), output))[1]
+
+
+def _loop_gradients(
+    blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Expert by expert; the gradient of a whole matrix exists in float32 for one expert at a time."""
+
+    def of_expert(
+        rows_gradient: jax.Array, expert: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        matrix, start, count = expert
+
+        def of_block(first: jax.Array, size: int, rows_gradient: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_slice_in_dim(gradient, start + first, size)
+            made = jnp.einsum("RF,DF->RD", block, matrix)
+            return jax.lax.dynamic_update_slice_in_dim(rows_gradient, made, start + first, 0)
+
+        rows_gradient = _over_blocks(blocks, count, of_block, rows_gradient)
+        return rows_gradient, _matrix_gradient(rows, gradient, start, count, sizes.size).astype(matrix.dtype)
+
+    starts = jnp.cumsum(sizes) - sizes
+    return jax.lax.scan(of_expert, jnp.zeros_like(rows), (kernel, starts, sizes))
+
+
+def _matrix_gradient(
+    rows: jax.Array, gradient: jax.Array, start: jax.Array, count: jax.Array, num_experts: int
+) -> jax.Array:
+    """The product of `count` rows and their gradients, [D, F] float32: one product, if they are few enough.
+
+    Adding up a product for each block would read and write the matrix as often, which costs more than to multiply
+    with some zeros.
+    """
+    share = max(1, rows.shape[0] // num_experts // 4)
+    capacities = sorted({min(share * quarters, rows.shape[0]) for quarters in range(1, 9)})
+
+    def product(first: jax.Array | int, capacity: int) -> jax.Array:
+        at = jnp.minimum(start + first, rows.shape[0] - capacity)
+        place = at + jnp.arange(capacity)
+        wanted = (place >= start + first) & (place < start + count)
+        block = jnp.where(wanted[:, None], jax.lax.dynamic_slice_in_dim(rows, at, capacity), 0)
+        block_gradient = jax.lax.dynamic_slice_in_dim(gradient, at, capacity)
+        return jnp.einsum("RD,RF->DF", block, block_gradient, preferred_element_type=jnp.float32)
+
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return state[0] + capacities[-1], state[1] + product(state[0], capacities[-1])
+
+    smallest = jnp.sum(count > jnp.array(capacities[:-1], jnp.int32))
+    total = jax.lax.switch(smallest, [functools.partial(product, 0, capacity) for capacity in capacities])
+    return jax.lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(capacities[-1]), total))[1]
+
+
+def _over_blocks(
+    blocks: tuple[int, ...], count: jax.Array, of_block: Callable[[jax.Array, int, Any], Any], carry: Any
+) -> Any:
+    """Runs `of_block(first row, rows, carry)` over `count` rows: whole blocks of each size; the last size ends it."""
+    first = jnp.int32(0)
+    for size in blocks:
+        # Rows of the next expert or padding may fill up a block of the last size only.
+        needed = 1 if size == blocks[-1] else size
+
+        def goes_on(state: tuple[jax.Array, Any], needed: int = needed) -> jax.Array:
+            return state[0] + needed <= count
+
+        def step(state: tuple[jax.Array, Any], size: int = size) -> tuple[jax.Array, Any]:
+            return state[0] + size, of_block(state[0], size, state[1])
+
+        first, carry = jax.lax.while_loop(goes_on, step, (first, carry))
+    return carry

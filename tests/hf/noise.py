@@ -1,0 +1,32 @@
+"""Seeded weights of the tiny reference models, a function of a tensor's name, so that no file has to hold them."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# Far from a default start (norms all one, matrices near zero), which hides most mistakes.
+DEVIATION = 0.15
+OFFSET_NORMS = ("gemma", "gemma2", "gemma3_text")
+
+
+def noise(name: str, shape: Sequence[int], kind: str = "plain") -> np.ndarray:
+    """Returns float32 normals of deviation 0.15 that depend on `name` alone; around one where kind is "scale"."""
+    assert kind in ("plain", "scale"), kind
+    random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+    values = random.standard_normal(tuple(shape), np.float32) * np.float32(DEVIATION)
+    return values + np.float32(1) if kind == "scale" else values
+
+
+def noise_kind(name: str, model_type: str) -> str:
+    """Returns the kind of noise that a tensor of a file gets. A norm that is stored as an offset from one is plain."""
+    if name.endswith("sinks"):
+        return "scale"
+    if name.endswith("norm.weight"):
+        return "plain" if model_type in OFFSET_NORMS else "scale"
+    return "plain"
+
+
+def noisy_tensors(shapes: Mapping[str, Sequence[int]], model_type: str) -> dict[str, np.ndarray]:
+    """Returns a float32 array for every tensor name of a file."""
+    return {name: noise(name, shape, noise_kind(name, model_type)) for name, shape in shapes.items()}

@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+
+from maxlite.hf.transforms import Transform, flat, interleaved, joined, kernel, same
+
+
+def numbers(*shape: int, start: int = 0) -> np.ndarray:
+    return np.arange(start, start + np.prod(shape), dtype=np.int32).reshape(shape)
+
+
+GATE, UP = numbers(3, 4, 5), numbers(3, 4, 5, start=1000)
+QUERY, KEY = numbers(4, 3, 2), numbers(4, 2, 2, start=1000)
+TURNS = np.stack([GATE, UP], axis=-1).reshape(3, 4, 10)
+
+CASES = {
+    "same": (same(), (numbers(5, 4),), numbers(5, 4)),
+    "scalar": (same(), (numbers(),), numbers()),
+    "flat": (flat(), (numbers(4, 3),), numbers(12)),
+    "kernel": (kernel(), (numbers(4, 6),), numbers(4, 6).T),
+    "kernel of heads": (kernel(), (numbers(4, 3, 2),), numbers(4, 6).T),
+    "kernel from heads": (kernel(2), (numbers(3, 2, 4),), numbers(6, 4).T),
+    "experts' kernels": (kernel(stacked=True), (GATE,), np.stack([one.T for one in GATE])),
+    "halves": (joined(same(), -1), (GATE, UP), np.concatenate([GATE, UP], axis=2)),
+    "unequal": (joined(kernel(), 0), (QUERY, KEY), np.concatenate([QUERY.reshape(4, 6).T, KEY.reshape(4, 4).T])),
+    "turns": (interleaved(same(), -1), (GATE, UP), TURNS),
+    "turns of rows": (interleaved(kernel(stacked=True), 1), (GATE, UP), TURNS.swapaxes(1, 2)),
+    "three": (interleaved(same(), 0), (numbers(2), numbers(2), numbers(2)), np.array([0, 0, 0, 1, 1, 1])),
+}
+
+
+@pytest.mark.parametrize("transform, ours, theirs", CASES.values(), ids=CASES)
+def test_both_ways(transform: Transform, ours, theirs):
+    assert transform.file_shape(tuple(array.shape for array in ours)) == theirs.shape
+    written = np.full_like(theirs, -1)
+    for region, view in transform.regions(ours):
+        written[(*region, ...)] = view
+    np.testing.assert_array_equal(written, theirs)
+    read = tuple(np.full_like(array, -1) for array in ours)
+    for region, view in transform.regions(read):
+        view[...] = theirs[(*region, ...)]
+    for array, expected in zip(read, ours, strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_arrays_that_do_not_fit_together():
+    with pytest.raises(AssertionError, match="cannot share one tensor along axis 0"):
+        joined(kernel(), 0).file_shape(((4, 6), (5, 6)))
+    with pytest.raises(AssertionError, match="holds several"):
+        kernel().file_shape(((4, 6), (4, 6)))
