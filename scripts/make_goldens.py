@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.hf.cases import CASES, LONG_PROMPTS, SHORT_PROMPTS, Case, kept_columns  # noqa: E402
-from tests.hf.noise import noisy_tensors  # noqa: E402
+from tests.hf.noise import drift, noisy_tensors  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
 NEW_TOKENS = 20
@@ -158,10 +158,9 @@ def rounding_of(folder: Path, logits: Sequence[np.ndarray]) -> float:
 
 
 def drift_of(folder: Path, logits: Sequence[np.ndarray]) -> float:
-    """The mean difference of the logits between bfloat16 and float32."""
+    """How far bfloat16 is from float32: the `drift` of the tests."""
     model = open_folder(folder, torch.bfloat16)
-    differences = [np.abs(logits_of(model, prompt) - found) for prompt, found in zip(LONG_PROMPTS, logits, strict=True)]
-    return float(f"{np.concatenate(differences).mean():.4g}")
+    return float(f"{drift([logits_of(model, prompt) for prompt in LONG_PROMPTS], logits):.4g}")
 
 
 def check_golden(

@@ -9,6 +9,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 REMAT_POLICY_NAMES = (
@@ -83,6 +84,13 @@ class RunConfig:
     cpu_devices: int = key("Number of fake CPU devices; 0 uses what the machine has.", minimum=0, maximum=4096)
     init_weights_seed: int = key("Seed of the initial weights.", minimum=0, maximum=2**32 - 1)
     jax_cache_dir: str | None = key("Folder of compiled programs.")
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the run: base_output_directory, then run_name or the model's name."""
+        # Not Path.stem, which takes "llama3.1-8b" for a file called llama3.
+        name = self.run_name or Path(self.model).name.removesuffix(".yml").removesuffix(".yaml")
+        return Path(self.base_output_directory).expanduser() / name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, as a tokenizer.json and a tokenizer_config.json have it."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -25,7 +27,10 @@ _CUTS: dict[str, tokenizers.pre_tokenizers.PreTokenizer | None] = {
     "gpt-2": None,
     "default": None,
     "smollm": pre_tokenizers.Digits(individual_digits=True),
-    **{name: pre_tokenizers.Split(tokenizers.Regex(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"), "isolated") for name in _LLAMA3},
+    **{
+        name: pre_tokenizers.Split(tokenizers.Regex(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"), "isolated")
+        for name in _LLAMA3
+    },
     "qwen2": pre_tokenizers.Split(tokenizers.Regex(rf"{_WORDS}|\p{{N}}|{_REST}"), "isolated"),
 }
 _OWN_WORDS = ("gpt-2", "default", "smollm")
@@ -49,11 +54,14 @@ def build_backend(header: GgufHeader) -> tokenizers.Tokenizer:
     """
     problem = tokenizer_problem(header)
     if problem is not None:
-        raise ConversionError(f"{header.path}: {problem}. Give token ids, or tokenizer_path= of the model's own folder.")
+        raise ConversionError(
+            f"{header.path}: {problem}. Give token ids, or tokenizer_path= of the model's own folder."
+        )
     try:
         byte_level = header.metadata[f"{_KEY}model"] == _BYTE_LEVEL
         backend = _byte_level(header.metadata) if byte_level else _pieces(header.metadata)
         _add_marks(backend, header.metadata)
+        tokenizer_settings(header)
     except Exception as error:  # The library has no class of its own.
         raise ConversionError(f"{header.path} has a garbled tokenizer: {error!r}.") from error
     return backend
@@ -72,10 +80,21 @@ def tokenizer_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def write_tokenizer(header: GgufHeader, folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, as transformers opens them.
+
+    Raises:
+        ConversionError: as build_backend.
+    """
+    build_backend(header).save(str(folder / "tokenizer.json"))
+    settings = json.dumps(tokenizer_settings(header), indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
+
+
 def token_ids(header: GgufHeader) -> dict[str, int | list[int] | None]:
-    """Returns the ids of marks as a config.json has them; eos_token_id is all ids that end a text, a turn or a message."""
+    """Returns the ids of marks as a config.json has them: eos_token_id are those that end a text, turn or message."""
     known = {name: header.metadata.get(f"{_KEY}{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")}
-    ends = list(dict.fromkeys(known[name] for name in ("eos", "eot", "eom") if known[name] is not None))
+    ends: list[Any] = list(dict.fromkeys(known[name] for name in ("eos", "eot", "eom") if known[name] is not None))
     return {
         "bos_token_id": known["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),

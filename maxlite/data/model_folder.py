@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.data.gguf_header import is_gguf, read_header
-from maxlite.data.gguf_tokenizer import token_ids
+from maxlite.data.gguf_tokenizer import token_ids, tokenizer_problem
 from maxlite.errors import ConfigError
 
 # An imported run keeps the model's own JSON files below its folder, so that they are not taken for a run's.
@@ -37,6 +37,13 @@ def tokenizer_file(path: str | Path) -> Path | None:
     if file.is_dir():
         file = file / TOKENIZER_FILE
     return file if file.is_file() else None
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Says whether a model's folder, or its GGUF file, has a tokenizer that can be read."""
+    if is_gguf(path):
+        return tokenizer_problem(read_header(path)) is None
+    return tokenizer_file(path) is not None
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from functools import cache
 
 import tokenizers
 
+from maxlite.data.tokenizer_files import byte_characters
+
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -96,10 +98,7 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes: those that can be seen for themselves, the others from U+0100 on."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
+    return {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def _byte_level_bytes(token: str) -> bytes:

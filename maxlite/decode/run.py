@@ -187,7 +187,7 @@ def _model_folder(config: Config) -> Path:
         path = getattr(config.checkpoint, name)
         if path is not None and config.was_given(name):
             return run_of(Path(path))
-    return Path(config.run.base_output_directory).expanduser() / (config.run.run_name or config.run.model)
+    return config.run.directory
 
 
 def _read_prompts(config: Config) -> list[Prompt]:

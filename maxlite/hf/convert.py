@@ -162,8 +162,7 @@ def _generation_config(run: Path, described: Mapping[str, Any]) -> dict[str, Any
 def _write_tokenizer(config: Config, run: Path, folder: Path) -> None:
     """The tokenizer's own files; those of the byte tokenizer, which has none, are made."""
     if config.data.tokenizer_path is not None:
-        given = Path(config.data.tokenizer_path).expanduser()
-        keep_tokenizer(given if given.is_dir() else given.parent, folder)
+        keep_tokenizer(Path(config.data.tokenizer_path).expanduser(), folder)
     elif config.data.dataset_type != "synthetic":
         write_byte_tokenizer(folder, add_bos=config.data.add_bos)
     else:

@@ -165,8 +165,8 @@ class _Groups:
                 value = 1
             given[name] = value
         if self.method:
-            method = reader.take("topk_method")
-            if method not in (ABSENT, None, "greedy", "group_limited_greedy"):
+            method = reader.take_given("topk_method")
+            if method not in (None, "greedy", "group_limited_greedy"):
                 reader.refuse(f"topk_method={method!r} is not supported; it may be greedy or group_limited_greedy")
             if method != "group_limited_greedy":
                 given = dict.fromkeys(given, 1)

@@ -14,11 +14,7 @@ ModelKeys = dict[str, Any]
 
 
 class Absent:
-    """A key that a config.json does not have, which is not the same as null."""
-
-    def __bool__(self) -> bool:
-        """Holds for nothing, as null does."""
-        return False
+    """A key that a config.json does not have, which is not always the same as null."""
 
 
 ABSENT = Absent()
@@ -48,6 +44,11 @@ class ConfigReader:
             self.refuse(f"{listed} mean the same key but differ")
         return given[0][1] if given else ABSENT
 
+    def take_given(self, name: str) -> Any:
+        """Returns the value of `name`; None if it is absent, where that is the same as null."""
+        value = self.take(name)
+        return None if value is ABSENT else value
+
     def take_bool(self, name: str, default: bool) -> bool:
         """Returns a true-or-false key that has no key of ours to itself."""
         return self._take_typed(name, default, lambda value: isinstance(value, bool), "true or false")
@@ -65,8 +66,8 @@ class ConfigReader:
         return sorted(self.json.keys() - self._asked - ignored)
 
     def _take_typed(self, name: str, default: Any, fits: Callable[[Any], bool], allowed: str) -> Any:
-        value = self.take(name)
-        if value is ABSENT or value is None:
+        value = self.take_given(name)
+        if value is None:
             return default
         if not fits(value):
             self.refuse(f"{name}={value!r}: it must be {allowed}")

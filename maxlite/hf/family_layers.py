@@ -88,8 +88,8 @@ class Windows:
 
 def read_layer_types(reader: ConfigReader, num_layers: int, kinds: dict[str, str]) -> list[str] | None:
     """Returns our kind of each layer in `layer_types`; None if there is no such list or a wrong one."""
-    given = reader.take("layer_types")
-    if given is ABSENT or given is None:
+    given = reader.take_given("layer_types")
+    if given is None:
         return None
     if not isinstance(given, list) or len(given) != num_layers:
         reader.refuse(f"layer_types must be a list of num_hidden_layers={num_layers} words")
@@ -171,8 +171,8 @@ class Llama4Layers:
             reader.refuse(f"attention_chunk_size={chunk!r}: it must be a whole number above 0, or null")
             chunk = None
         period = max(reader.take_count("no_rope_layer_interval", 4), 1)
-        rotary = reader.take("no_rope_layers")
-        rotary = [int((n + 1) % period != 0) for n in layers] if rotary in (ABSENT, None, []) else rotary
+        rotary = reader.take_given("no_rope_layers")
+        rotary = [int((n + 1) % period != 0) for n in layers] if rotary in (None, []) else rotary
         if not isinstance(rotary, list) or len(rotary) < len(layers) or any(flag not in (0, 1) for flag in rotary):
             reader.refuse(f"no_rope_layers must be a list of at least num_hidden_layers={len(layers)} times 0 or 1")
             rotary = [1 for _ in layers]
@@ -216,14 +216,15 @@ class NextTokenLayers:
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Notes their tensors as ones that are not read."""
+        last = keys["num_decoder_layers"]
         number = reader.take("num_nextn_predict_layers", "num_mtp_layers")
-        if number is not ABSENT and not is_count(number):
-            reader.refuse(f"num_nextn_predict_layers={number!r}: it must be a whole number of at least 0")
-        for extra in range(number if is_count(number) else 1):
-            layer = keys["num_decoder_layers"] + extra
-            reader.ignored.append(
-                Ignored(rf"model\.layers\.{layer}\..*", "multi-token prediction, which the model answers without")
-            )
+        number = 1 if number is ABSENT else number
+        if not is_count(number) or number > last:
+            reader.refuse(f"num_nextn_predict_layers={number!r}: it must be a whole number from 0 to {last}")
+            return
+        for layer in range(last, last + number):
+            reason = "multi-token prediction, without which the model answers"
+            reader.ignored.append(Ignored(rf"model\.layers\.{layer}\..*", reason))
 
     def write(self, model: ModelConfig, json: Json) -> None:
         """Writes that there are none."""
@@ -232,8 +233,8 @@ class NextTokenLayers:
 
 def read_layer_numbers(reader: ConfigReader, name: str, num_layers: int) -> list[int] | None:
     """Returns a list of numbers of layers; None if it is absent, null or wrong."""
-    given = reader.take(name)
-    if given is ABSENT or given is None:
+    given = reader.take_given(name)
+    if given is None:
         return None
     if not isinstance(given, list) or any(not is_count(n) or n >= num_layers for n in given):
         reader.refuse(f"{name}={given!r}: it must be a list of numbers of layers, from 0 to {num_layers - 1}")

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from maxlite.config.schema import ModelConfig
-from maxlite.hf.family_fields import ABSENT, ConfigReader, Expect, Field, Json, Line, ModelKeys, fixed
+from maxlite.hf.family_fields import ConfigReader, Expect, Field, Json, Line, ModelKeys, fixed
 from maxlite.hf.rules import Table
 
 
@@ -92,7 +92,7 @@ class DividedHeads:
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Works head_dim out, and refuses another one."""
         keys["head_dim"] = divided_width(keys)
-        if (given := reader.take("head_dim")) not in (ABSENT, None, keys["head_dim"]):
+        if (given := reader.take_given("head_dim")) not in (None, keys["head_dim"]):
             reader.refuse(
                 f"head_dim={given!r} is not supported; in this family it is hidden_size / num_attention_heads, "
                 f"{keys['head_dim']}"

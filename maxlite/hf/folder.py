@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder: what its JSON files say, and its tensors as plain floats. Imports no jax."""
+"""A Hugging Face model's folder, or a GGUF file: what its JSON files say, and its tensors as floats. Imports no jax."""
 
 import dataclasses
 import json
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.data.gguf_header import is_gguf
 from maxlite.errors import ConversionError
 from maxlite.hf.config_json import quantization_method, read_config
 from maxlite.hf.dequantize import dequantize
 from maxlite.hf.family_lines import Family
+from maxlite.hf.gguf import open_gguf, read_json_files
 from maxlite.hf.safetensors import SafetensorsSource
 from maxlite.hf.source import Respelled, Source
 
@@ -30,7 +32,7 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A folder that has been read, but for its tensors.
+    """A folder, or a GGUF file in its place, that has been read, but for its tensors.
 
     config, generation_config: the JSON objects; the latter is empty where there is no such file.
     family: whose table also knows what tensors of this folder are left out. keys: every key of ModelConfig.
@@ -48,6 +50,8 @@ class ModelFolder:
         Raises:
             ConversionError: a file is missing, cut short or garbled.
         """
+        if is_gguf(self.path):
+            return Respelled(open_gguf(self.path), self.family.table.spellings)
         source = Respelled(SafetensorsSource(self.path), self.family.table.spellings)
         if quantization_method(self.config) is None:
             return source
@@ -55,18 +59,21 @@ class ModelFolder:
 
 
 def is_model_folder(path: str | Path) -> bool:
-    """Says whether `path` is a folder with a config.json, and no run directory."""
+    """Says whether `path` is a folder with a config.json, and no run directory; or a GGUF file."""
     folder = Path(path).expanduser()
-    return (folder / CONFIG).is_file() and not (folder / "config.yml").is_file()
+    return is_gguf(folder) or (folder / CONFIG).is_file() and not (folder / "config.yml").is_file()
 
 
 def read_folder(path: str | Path) -> ModelFolder:
-    """Reads the JSON files of a folder.
+    """Reads the JSON files of a folder, or the metadata of a GGUF file.
 
     Raises:
         ConversionError: it is not there, or its config.json cannot be read or honoured.
     """
     folder = Path(path).expanduser()
+    if is_gguf(folder):
+        config, generation = read_json_files(folder)
+        return ModelFolder(folder, config, generation, *read_config(config, str(folder)))
     if not (folder / CONFIG).is_file():
         found = "has no config.json" if folder.is_dir() else "is not there"
         raise ConversionError(f"{folder} {found}; give a Hugging Face model's folder.")

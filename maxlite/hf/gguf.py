@@ -156,4 +156,6 @@ def _package(module: str, where: str) -> Any:
         # Only quantized files need it, so it is looked for only when there is one.
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConversionError(f"{where} is quantized, which takes the gguf package: pip install maxlite[gguf].") from error
+        raise ConversionError(
+            f"{where} is quantized, which takes the gguf package: pip install maxlite[gguf]."
+        ) from error

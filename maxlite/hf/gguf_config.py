@@ -125,18 +125,19 @@ def architecture_of(header: GgufHeader) -> Architecture:
         ConversionError: it is not known, or the file holds part of a model.
     """
     said = {name: header.metadata.get(name) for name in ("general.architecture", "general.type", "split.count")}
-    if (said["split.count"] or 1) > 1:
+    if said["split.count"] not in (None, 0, 1):
         raise ConversionError(
             f"{header.path} is one of {said['split.count']} parts; join them with llama-gguf-split --merge."
         )
     if said["general.type"] not in (None, "model"):
         raise ConversionError(f"{header.path} holds no model: general.type={said['general.type']!r}.")
-    if said["general.architecture"] not in ARCHITECTURES:
+    architecture = ARCHITECTURES.get(str(said["general.architecture"]))
+    if architecture is None:
         raise ConversionError(
             f"{header.path}: general.architecture={said['general.architecture']!r} is not supported; it may be "
             f"{', '.join(ARCHITECTURES)}. Convert the model's Hugging Face folder instead."
         )
-    return ARCHITECTURES[said["general.architecture"]]
+    return architecture
 
 
 def model_config(header: GgufHeader, source: Source) -> dict[str, Any]:
@@ -190,7 +191,7 @@ class _Metadata:
         self._values = {
             key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)
         }
-        self._asked = set(_IGNORED)
+        self._asked: set[str] = set(_IGNORED)
         self._problems: list[str] = []
 
     def __contains__(self, name: str) -> bool:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from maxlite.config.schema import Config
+from maxlite.data.gguf_header import is_gguf
 from maxlite.errors import ConversionError
 from maxlite.hf.convert import host_sharding
 from maxlite.hf.load import load_parameters
@@ -67,13 +68,20 @@ def _our_logits(config: Config, source: Path) -> np.ndarray:
 
 
 def _transformers_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    place, options = folder, {}
     try:
-        # Never needed to run maxlite, so it is looked for only when it is asked for.
+        # Never needed to run maxlite, so they are looked for only when they are asked for.
         torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+        if is_gguf(folder):
+            place, options = folder.parent, {"gguf_file": folder.name}
+            # What transformers reads such files with.
+            importlib.import_module("accelerate")
     except ImportError as error:
-        raise ConversionError(f"--check needs torch and transformers, and {error.name} is not installed.") from error
+        raise ConversionError(
+            f"--check needs torch and transformers, of a GGUF file accelerate too; {error.name} is not installed."
+        ) from error
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        place, **options, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)[None]).logits[0].float().numpy()

@@ -1,11 +1,17 @@
 """The files of a Hugging Face model that a run keeps beside its checkpoints, so that it decodes and exports alone."""
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from maxlite.checkpoint.step_folder import CHECKPOINTS
+from maxlite.data.gguf_header import is_gguf, read_header
+from maxlite.data.gguf_tokenizer import write_tokenizer
+from maxlite.data.model_folder import has_tokenizer
 from maxlite.errors import ConversionError
-from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
+from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_folder
 
 # Below the run's folder, where no program takes the config.json for the run's own.
 ORIGINALS = "hugging_face"
@@ -14,9 +20,17 @@ ORIGINALS = "hugging_face"
 def keep_files(source: Path, run: Path) -> None:
     """Copies tokenizer and JSON files from a Hugging Face folder, or from a run that has them, to a run.
 
+    Of a GGUF file they are made.
+
     Raises:
         ConversionError: one can't be copied.
     """
+    if is_gguf(source):
+        folder = read_folder(source)
+        _write(run / ORIGINALS / CONFIG, folder.config)
+        _write(run / ORIGINALS / GENERATION_CONFIG, folder.generation_config)
+        keep_tokenizer(source, run)
+        return
     inner = source / ORIGINALS if (source / ORIGINALS).is_dir() else source
     try:
         for name in (CONFIG, GENERATION_CONFIG):
@@ -29,11 +43,18 @@ def keep_files(source: Path, run: Path) -> None:
 
 
 def keep_tokenizer(source: Path, destination: Path) -> None:
-    """Copies the files that a tokenizer is made of, those that are there.
+    """Copies the files that a tokenizer is made of, those that are there; of a GGUF file they are made.
+
+    source: a folder, or a file of a tokenizer's.
 
     Raises:
         ConversionError: one can't be copied.
     """
+    if is_gguf(source):
+        if has_tokenizer(source):
+            write_tokenizer(read_header(source), destination)
+        return
+    source = source if source.is_dir() else source.parent
     for name in TOKENIZER_FILES:
         if not (source / name).is_file() or (source / name).resolve() == (destination / name).resolve():
             continue
@@ -41,6 +62,11 @@ def keep_tokenizer(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
         except OSError as error:
             raise ConversionError(f"{source / name} can't be copied to {destination}: {error.strerror}.") from error
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def run_of(source: Path) -> Path:

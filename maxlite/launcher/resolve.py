@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from maxlite.config.load import TOKENIZER_FILE, load_config
+from maxlite.config.load import load_config
 from maxlite.config.schema import Config
+from maxlite.data.model_folder import has_tokenizer
 from maxlite.hf.folder import is_model_folder, read_folder
 
 # A row of training that suits every model is cut to what a small one may be asked for.
@@ -14,7 +14,7 @@ USUAL_ROW = 256
 
 
 def resolve_config(path: str, overrides: Sequence[str]) -> Config:
-    """Returns the config of `base.yml key=value ...`, of a run directory, or of a Hugging Face folder.
+    """Returns the config of `base.yml key=value ...`, of a run directory, of a Hugging Face folder or a GGUF file.
 
     Raises:
         ConfigError: as load_config.
@@ -34,7 +34,7 @@ def folder_keys(folder: str, *, expects_text: bool = True) -> Mapping[str, Any]:
     keys = dict(read_folder(folder).keys)
     if keys["max_position_embeddings"] < USUAL_ROW:
         keys["max_target_length"] = keys["max_position_embeddings"]
-    if (Path(folder).expanduser() / TOKENIZER_FILE).is_file():
+    if has_tokenizer(folder):
         keys["tokenizer_path"] = folder
     elif not expects_text:
         keys["dataset_type"] = "synthetic"

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 
 # A larger block gains no speed on a CPU, and wastes more where an expert's rows do not fill it.
 LARGEST_BLOCK = 256
+# Blocks of up to so many rows read a matrix in slices of so many bytes.
+FEW_ROWS = 8
+SLICE_BYTES = 256 * 1024
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "order", "inverse"], meta_fields=["blocks"])
@@ -149,17 +152,37 @@ def _loop_product(blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, s
     def of_expert(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, output = carry
         expert = busy[index]
-        matrix = jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
+        if blocks[0] > FEW_ROWS:
+            matrix = jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
 
         def of_block(first: jax.Array, size: int, output: jax.Array) -> jax.Array:
             start = starts[expert] + first
-            made = jax.lax.dynamic_slice_in_dim(rows, start, size) @ matrix
+            block = jax.lax.dynamic_slice_in_dim(rows, start, size)
+            made = block @ matrix if blocks[0] > FEW_ROWS else _slice_by_slice(block, kernel, expert)
             return jax.lax.dynamic_update_slice_in_dim(output, made, start, 0)
 
         return index + 1, _over_blocks(blocks, sizes[expert], of_block, output)
 
     output = jnp.zeros((rows.shape[0], kernel.shape[2]), rows.dtype)
     return jax.lax.while_loop(lambda carry: carry[0] < num_busy, of_expert, (jnp.int32(0), output))[1]
+
+
+def _slice_by_slice(block: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
+    """block @ kernel[expert], for a block so small that reading the matrix is what costs.
+
+    Taking a matrix out of the kernel copies it; in slices that stay in a core's cache it is read from memory once.
+    """
+    _, dim, width = kernel.shape
+    fitting = max(1, SLICE_BYTES // (width * kernel.dtype.itemsize))
+    height = next(height for height in range(min(dim, fitting), 0, -1) if dim % height == 0)
+
+    def step(index: jax.Array, total: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice(kernel, (expert, index * height, 0), (1, height, width))[0]
+        columns = jax.lax.dynamic_slice_in_dim(block, index * height, height, 1)
+        return total + jnp.matmul(columns, part, preferred_element_type=jnp.float32)
+
+    total = jax.lax.fori_loop(0, dim // height, step, jnp.zeros((block.shape[0], width), jnp.float32))
+    return total.astype(block.dtype)
 
 
 def _loop_gradients(
@@ -193,7 +216,7 @@ def _matrix_gradient(
     with some zeros.
     """
     share = max(1, rows.shape[0] // num_experts // 4)
-    capacities = sorted({min(share * quarters, rows.shape[0]) for quarters in range(1, 9)})
+    capacities = sorted({min(share * quarters, rows.shape[0]) for quarters in (2, 4, 5, 8)})
 
     def product(first: jax.Array | int, capacity: int) -> jax.Array:
         at = jnp.minimum(start + first, rows.shape[0] - capacity)

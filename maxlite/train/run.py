@@ -64,15 +64,9 @@ def run_train(config: Config) -> TrainResult:
             raise OutOfMemoryError(out_of_memory_advice(str(error) or "the host's memory", *sections)) from error
 
 
-def run_name(config: Config) -> str:
-    """Returns the folder name of the run: run_name, or the model's name."""
-    # Not Path.stem, which takes "llama3.1-8b" for a file called llama3.
-    return config.run.run_name or Path(config.run.model).name.removesuffix(".yml").removesuffix(".yaml")
-
-
 def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
     dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
-    directory = RunDirectory(config.run.base_output_directory, run_name(config))
+    directory = RunDirectory(config.run.base_output_directory, config.run.directory.name)
     with directory.lock(), Progress(config.train.steps, 0) as progress:
         changed = _check_saved_config(config, directory) + inert_keys(config)
         run = f"Run: {directory.path}, model {config.run.model}"
@@ -115,8 +109,7 @@ def _keep_files(config: Config, directory: RunDirectory) -> None:
     if path is not None:
         keep_files(run_of(Path(path)), directory.path)
     if config.data.tokenizer_path is not None:
-        given = Path(config.data.tokenizer_path).expanduser()
-        keep_tokenizer(given if given.is_dir() else given.parent, directory.path)
+        keep_tokenizer(Path(config.data.tokenizer_path).expanduser(), directory.path)
 
 
 def _saving(checkpointer: Checkpointer, dataset: Dataset) -> Any:

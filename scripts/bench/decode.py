@@ -1,13 +1,16 @@
-"""Times warm decoding on bench-small and prints one JSON object; compiling is left out.
+"""Times warm decoding on bench-small, or of a Hugging Face folder, and prints one JSON object; compiling is left out.
 
-usage: python scripts/bench/decode.py [--batch 1 8] [--prompt 128] [--new 128] [--repeats 3] [key=value ...]
-CPU milliseconds count all threads of the process; the best of the repeats is given, since other load only adds.
+usage: python scripts/bench/decode.py [--folder DIR] [--batch 1 8] [--prompt 128] [--new 128] [--repeats 3] [key=value ...]
+CPU milliseconds count all threads of the process; the best of the repeats is given, since other load only adds. For one
+thread, run it under `taskset -c 0`.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
+import sys
 import time
 
 import jax
@@ -16,7 +19,9 @@ import numpy as np
 from maxlite.config.load import load_config
 from maxlite.decode.generate import BatchShape, Generator, Programs, padded_length
 from maxlite.decode.sampling import build_sampler
-from maxlite.model.build import build_model
+from maxlite.hf.load import load_parameters
+from maxlite.launcher.resolve import resolve_config
+from maxlite.model.build import build_model, resolve_dtype
 
 BENCH_SMALL = (
     "vocab_size=32000",
@@ -59,14 +64,25 @@ def measure(generator: Generator, prompts: list[list[int]], repeats: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     arguments, overrides = parser.parse_known_args()
-    config = load_config("base.yml", [*BENCH_SMALL, *overrides])
-    model = build_model(config.model, config.compute)
-    params = jax.jit(model.unstack)(jax.jit(model.init)(jax.random.key(0)))
+    if arguments.folder is None:
+        config = load_config("base.yml", [*BENCH_SMALL, *overrides])
+    else:
+        config = resolve_config(arguments.folder, ["dtype=float32", *overrides])
+    dtype = resolve_dtype(config.compute.dtype)
+    model = build_model(config.model, dataclasses.replace(config.compute, dtype=dtype, weight_dtype=dtype))
+    if arguments.folder is None:
+        params = jax.jit(model.init)(jax.random.key(0))
+    else:
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: here, model.abstract_params)
+        params = load_parameters(arguments.folder, model, shardings, sys.stderr)
+    params = model.take_apart(params)
     result = {
         "bench": "decode",
         "jax": jax.__version__,

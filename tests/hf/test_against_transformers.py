@@ -18,6 +18,7 @@ from scripts.make_goldens import (  # noqa: E402
 from scripts.make_goldens import write_folder as write_reference  # noqa: E402
 from tests.hf.cases import CASES, LONG_PROMPTS, kept_columns  # noqa: E402
 from tests.hf.folders import all_logits, export_folder, load_folder, read_golden, write_folder  # noqa: E402
+from tests.hf.noise import drift  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -82,5 +83,4 @@ def test_bfloat16_stays_close_to_that_of_transformers(name, tmp_path):
     write_folder(golden, tmp_path)
     theirs = open_folder(tmp_path, torch.bfloat16)
     ours = all_logits(load_folder(tmp_path, "bfloat16"))
-    differences = [np.abs(found - logits_of(theirs, prompt)) for found, prompt in zip(ours, LONG_PROMPTS, strict=True)]
-    assert np.concatenate(differences).mean() <= 1.5 * golden.bfloat16_drift
+    assert drift(ours, [logits_of(theirs, prompt) for prompt in LONG_PROMPTS]) <= 1.5 * golden.bfloat16_drift

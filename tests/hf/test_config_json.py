@@ -313,11 +313,12 @@ BAD_ELSEWHERE = {
         },
         "rope_parameters.sliding_attention is scaled",
     ),
-    "flat rope": ("gemma3-1b", {"rope_parameters": {"rope_type": "default"}}, "has the keys full_attention and"),
+    "flat rope": ("gemma3-1b", {"rope_parameters": {"rope_type": "default"}}, "holds the objects full_attention and"),
     "scoring": ("deepseek3-671b", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     "method": ("deepseek3-671b", {"topk_method": "greedy"}, "topk_method='greedy'"),
     "v2 method": ("deepseek2-236b", {"topk_method": "noaux_tc"}, "may be greedy or group_limited_greedy"),
     "v2 norm": ("deepseek2-236b", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+    "many guesses": ("deepseek3-671b", {"num_nextn_predict_layers": 10**12}, "a whole number from 0 to 61"),
     "frequency": ("deepseek3-671b", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
     "no shared expert": ("deepseek3-671b", {"n_shared_experts": 0}, "n_shared_experts=0"),
     "groups": ("deepseek3-671b", {"n_group": 7}, "n_routing_groups=7"),
@@ -361,6 +362,23 @@ def test_all_problems_are_listed_at_once():
     message = refusal({**LLAMA, "foo": 1, "hidden_act": "xielu", "hidden_size": "big", "rope_scaling": {"type": "su"}})
     assert len(message.splitlines()) == 4
     assert all(part in message for part in ("foo=1", "xielu", "hidden_size", "'su'"))
+
+
+JUNK = (None, -1, 1.5, 10**12, "4096", [None], {"rope_type": "yarn", "factor": None}, {"full_attention": 3})
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "gemma3-1b", "llama4-17b-16e-instruct", "deepseek3-671b"])
+def test_any_value_is_honoured_or_refused(name):
+    given = PUBLISHED[name][0]
+    given = given.get("text_config", given)
+    for key in {*given, "rope_parameters", "sliding_window", "layer_types", "quantization_config"}:
+        for value in JUNK:
+            try:
+                family, keys = read_config({**copy.deepcopy(given), key: copy.deepcopy(value)}, "config.json")
+            except ConversionError as error:
+                assert str(error).startswith("config.json: ")
+            else:
+                assert not inexpressible_keys(family, ModelConfig(**keys))
 
 
 @pytest.mark.parametrize("kind", [None, "falcon", "deepseek_v32", "qwen3_next", 3, ["llama"]])

@@ -3,55 +3,50 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.config.load import load_config, model_names
+from maxlite.config.load import load_config
 from maxlite.model.build import build_model, resolve_dtype
 
-# Counted by hand from the published sizes: embedding and output V*D each (once if tied), a layer's
-# attention 2*D*N*H + 2*D*K*H, its MLP 3*D*F, its two norms 2*D, and the final norm D.
-NUM_PARAMETERS = {
-    "llama2-7b": 6_738_415_616,
-    "llama2-13b": 13_015_864_320,
-    "llama2-70b": 68_976_648_192,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "llama3.1-405b": 405_853_388_800,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-    "llama3.3-70b": 70_553_706_496,
-}
-# Of the same models: rotary scaling factor (None: unscaled), context length, theta.
-ROTARY = {
-    "llama2": (None, 4096, 1e4),
-    "llama3": (None, 8192, 5e5),
-    "llama3.1": (8, 131072, 5e5),
-    "llama3.2": (32, 131072, 5e5),
-    "llama3.3": (8, 131072, 5e5),
-}
+# A model of every kind of part.
+KINDS = ("default", "gemma3-1b", "deepseek3-671b", "gpt-oss-20b", "llama4-17b-128e", "qwen2-57b-a14b", "olmo3-7b")
 
 
-def test_every_model_yaml_has_a_count():
-    assert set(model_names()) == NUM_PARAMETERS.keys()
-
-
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
-def test_number_of_parameters(name):
-    config = load_config("base.yml", [f"model={name}"], {})
+@pytest.mark.parametrize("name", KINDS)
+def test_shapes_are_those_of_the_values(name):
+    config = load_config("base.yml", [f"model={name}", "smoke=true"], {})
     model = build_model(config.model, config.compute)
-    assert model.num_parameters == NUM_PARAMETERS[name]
+    made = jax.eval_shape(model.init, jax.random.key(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), model.abstract_params
+    )
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.abstract_params))
 
 
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
-def test_rotary_numbers(name):
-    model = load_config("base.yml", [f"model={name}"], {}).model
-    factor, length, theta = ROTARY[name.split("-")[0]]
-    assert (model.max_position_embeddings, model.rope_max_timescale) == (length, theta)
-    assert model.rope_type == ("default" if factor is None else "llama3")
-    if factor is not None:
-        scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.original_max_position_embeddings)
-        assert (model.rope_factor, *scaling) == (factor, 1, 4, 8192)
+def test_what_decays_is_what_is_multiplied_with():
+    config = load_config("base.yml", ["model=gpt-oss-20b", "smoke=true"], {})
+    decays = jax.tree_util.tree_leaves_with_path(build_model(config.model, config.compute).decays)
+    names = {"/".join(step.key for step in path): decayed for path, decayed in decays}
+    for name, decayed in names.items():
+        assert decayed == name.endswith(("kernel", "table")), name
+    assert any(name.endswith("bias") for name in names) and any(name.endswith("sinks") for name in names)
+
+
+def test_a_token_uses_its_experts_only(tiny_config):
+    sizes = ("num_experts=8", "num_experts_per_tok=2", "moe_mlp_dim=16", "mlp_pattern=moe", "router_bias=true")
+    config = tiny_config(*sizes, "mlp_bias=true", "shared_expert_mlp_dim=24")
+    model = build_model(config.model, config.compute)
+    one_expert = 3 * 64 * 16 + 2 * 16 + 64
+    assert model.num_parameters - model.num_active_parameters == 2 * 6 * one_expert
+
+
+def test_taken_apart_is_unstacked(tiny, noisy_params):
+    params = jax.tree.map(jnp.asarray, noisy_params(tiny))
+    expected = tiny.unstack(params)
+    leaves = jax.tree.map(np.asarray, expected)
+    stacked = params["group_0"]["layers"]["block_0"]["mlp"]["up"]["kernel"]
+    found = tiny.take_apart(params)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, leaves)
+    assert stacked.is_deleted()
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +118,8 @@ def test_tied_output_is_the_embedding(tiny_config, tiny, noisy_params):
     [
         ((), True),
         (("num_decoder_layers=3", "attention_pattern=local,full", "sliding_window_size=3"), False),
+        (("num_decoder_layers=3", "attention_pattern=chunked,nope", "chunk_attn_window_size=4"), True),
+        (("attention_sink=true", "attn_logits_soft_cap=2", "use_qk_norm=true", "use_post_norms=true"), False),
     ],
 )
 def test_a_cache_gives_the_hidden_states_of_the_whole_row(overrides, stacked, tiny_config, noisy_params):

@@ -4,35 +4,32 @@ import os
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
 from maxlite.config.load import load_config, model_names
 from maxlite.model.build import build_model
+from maxlite.parallel.sharding import partition_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-HEADER = "# path | shape | dtype | logical axes | mesh axes, with data=2, fsdp=2, tensor=2"
+HEADER = "# path | shape | dtype | logical axes | mesh axes"
 
 
 def describe(name: str) -> str:
-    mesh = Mesh(
-        np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
-    )
     lines = [HEADER]
     for title, overrides in [("full", []), ("smoke=true", ["smoke=true"])]:
         config = load_config("base.yml", [f"model={name}", *overrides], {})
         model = build_model(config.model, config.compute)
-        shardings = model.shardings(mesh, config.parallel.logical_axis_rules)
-        lines += ["", f"# {title}: {model.num_parameters:,} parameters"]
+        active = "" if not config.model.num_experts else f" ({model.num_active_parameters:,} active)"
+        lines += ["", f"# {title}: {model.num_parameters:,} parameters{active}"]
         leaves = jax.tree_util.tree_leaves_with_path(model.abstract_params)
         axes = jax.tree.leaves(model.logical_axes, is_leaf=lambda node: isinstance(node, tuple))
-        for (path, leaf), names, sharding in zip(leaves, axes, jax.tree.leaves(shardings), strict=True):
+        for (path, leaf), names in zip(leaves, axes, strict=True):
             where = "/".join(step.key for step in path)
-            entries = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-            spec = [entry if isinstance(entry, str) else "+".join(entry or ["-"]) for entry in entries]
+            spec = partition_spec(names, config.parallel.logical_axis_rules)
+            entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+            placed = [entry if isinstance(entry, str) else "+".join(entry or ["-"]) for entry in entries]
             shape = "x".join(str(size) for size in leaf.shape)
-            lines.append(f"{where} | {shape} | {leaf.dtype} | {' '.join(names)} | {' '.join(spec)}")
+            lines.append(f"{where} | {shape} | {leaf.dtype} | {' '.join(names)} | {' '.join(placed)}")
     return "\n".join(lines) + "\n"
 
 

@@ -26,6 +26,13 @@ YARNS = {
     "explicit": (1e4, 64, dataclasses.replace(YARN, attention_factor=0.9), 0.9, 1.8738),
     "no ramp": (1e4, 64, dataclasses.replace(YARN, beta_fast=2.0, beta_slow=2.0, truncate=False), 1.0, 1.8738),
     "short original": (1e6, 32, dataclasses.replace(YARN, original_max_position_embeddings=64), 1.0, 1.8738),
+    "long original": (
+        1e2,
+        8,
+        RopeScaling("yarn", 4.0, original_max_position_embeddings=131072, beta_fast=2e3),
+        1.1386,
+        1,
+    ),
     "shrinking": (1e4, 64, RopeScaling("yarn", 0.5, original_max_position_embeddings=4096), 1.0, 1),
 }
 

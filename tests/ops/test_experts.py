@@ -1,0 +1,155 @@
+"""Grouped products against loops in numpy and every row times every expert; the two ways against each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from maxlite.ops import experts as ops
+from maxlite.ops.experts import block_sizes, from_experts, group_by_expert, grouped_bias, grouped_product, to_experts
+
+DIM, HIDDEN = 6, 5
+# tokens, experts, choices, and which experts: each way through the CPU's loops at least once.
+CASES = {
+    "one row": (1, 8, 1, "random"),
+    "decoding": (2, 8, 2, "random"),
+    "a few rows each": (7, 4, 2, "random"),
+    "not a multiple": (61, 3, 2, "random"),
+    "every expert": (9, 4, 4, "random"),
+    "one expert": (33, 1, 1, "random"),
+    "two block sizes": (150, 4, 2, "random"),
+    "largest blocks": (520, 2, 1, "random"),
+    "some without a token": (50, 8, 2, "few"),
+    "all to the first": (80, 8, 1, "first"),
+    "all to the last": (80, 8, 1, "last"),
+}
+
+
+def choose(name):
+    """experts [T, k], each token's different, and their number."""
+    tokens, num_experts, k, kind = CASES[name]
+    generator = np.random.default_rng(0)
+    if kind in ("first", "last"):
+        return np.full((tokens, k), 0 if kind == "first" else num_experts - 1), num_experts
+    # Of these, experts 0, 3, 4 and the last get no token.
+    allowed = np.array([1, 2, 5, 6]) if kind == "few" else np.arange(num_experts)
+    return np.stack([generator.permutation(allowed)[:k] for _ in range(tokens)]), num_experts
+
+
+def inputs(name, dtype=jnp.float32):
+    experts, num_experts = choose(name)
+    generator = np.random.default_rng(1)
+    shapes = ((experts.size, DIM), (num_experts, DIM, HIDDEN), (num_experts, HIDDEN), (experts.size, HIDDEN))
+    arrays = [jnp.asarray(generator.normal(size=shape), dtype) for shape in shapes]
+    return jnp.asarray(experts, jnp.int32), *arrays
+
+
+def run(experts, slots, kernel, bias):
+    """Slots [M, D] -> [M, F]: there, through the experts, and back."""
+    grouping = group_by_expert(experts, kernel.shape[0])
+    rows = to_experts(slots, grouping)
+    return from_experts(grouped_product(rows, kernel, grouping) + grouped_bias(bias, grouping), grouping)
+
+
+def run_densely(experts, slots, kernel, bias):
+    """Every slot times every expert, of which one counts."""
+    chosen = jax.nn.one_hot(experts.reshape(-1), kernel.shape[0])
+    return jnp.einsum("MEF,ME->MF", jnp.einsum("MD,EDF->MEF", slots, kernel) + bias, chosen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_numpy_and_gradients_against_every_expert(name):
+    experts, slots, kernel, bias, cotangent = inputs(name)
+
+    def total(way, slots, kernel, bias):
+        return jnp.sum(jnp.sin(way(experts, slots, kernel, bias)) * cotangent)
+
+    y = jax.jit(run)(experts, slots, kernel, bias)
+    wide = [np.asarray(array, np.float64) for array in (slots, kernel, bias)]
+    for slot, expert in enumerate(np.asarray(experts).reshape(-1)):
+        np.testing.assert_allclose(y[slot], wide[0][slot] @ wide[1][expert] + wide[2][expert], atol=1e-5)
+    ours = jax.jit(jax.grad(lambda *args: total(run, *args), (0, 1, 2)))(slots, kernel, bias)
+    theirs = jax.jit(jax.grad(lambda *args: total(run_densely, *args), (0, 1, 2)))(slots, kernel, bias)
+    for left, right in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(left, right, atol=3e-5)
+    unused = sorted(set(range(kernel.shape[0])) - set(np.asarray(experts).reshape(-1).tolist()))
+    np.testing.assert_array_equal(ours[1][np.array(unused, int)], 0)
+
+
+@pytest.mark.parametrize("name", ["decoding", "some without a token"])
+def test_the_ways_of_a_cpu_and_of_an_accelerator_agree(name):
+    experts, slots, kernel, _, cotangent = inputs(name)
+    grouping = group_by_expert(experts, kernel.shape[0])
+    rows, gradient, num_slots = to_experts(slots, grouping), to_experts(cotangent, grouping), experts.size
+    loop = jax.jit(ops._loop_product, static_argnums=0)(grouping.blocks, rows, kernel, grouping.sizes)
+    ragged = jax.jit(ops._ragged_product)(rows, kernel, grouping.sizes)
+    np.testing.assert_allclose(loop[:num_slots], ragged[:num_slots], atol=1e-5)
+    arguments = (rows, kernel, grouping.sizes, gradient)
+    rows_gradient, kernel_gradient = jax.jit(ops._loop_gradients, static_argnums=0)(grouping.blocks, *arguments)
+    ragged_rows_gradient, ragged_kernel_gradient = jax.jit(ops._ragged_gradients)(*arguments)
+    np.testing.assert_allclose(rows_gradient[:num_slots], ragged_rows_gradient[:num_slots], atol=1e-5)
+    np.testing.assert_allclose(kernel_gradient, ragged_kernel_gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize(("platform", "is_ragged"), [("cpu", False), ("tpu", True), ("cuda", True)])
+def test_the_platform_that_is_compiled_for_decides(platform, is_ragged):
+    experts, slots, kernel, bias, _ = inputs("a few rows each")
+    function = jax.jit(jax.grad(lambda *args: jnp.sum(run(*args)), (1, 2)))
+    program = export.export(function, platforms=[platform])(experts, slots, kernel, bias).mlir_module()
+    assert ("ragged_dot" in program) == is_ragged
+
+
+def test_nothing_is_wasted_on_few_rows_and_little_on_many():
+    assert block_sizes(1, 8) == block_sizes(8, 8) == (1,)
+    assert block_sizes(16, 8) == (4,)
+    assert block_sizes(4096, 8) == block_sizes(100_000, 64) == (256, 64)
+    for num_slots in (1, 3, 17, 100, 1000):
+        for num_experts in (1, 2, 7, 64):
+            blocks = block_sizes(num_slots, num_experts)
+            assert blocks[0] <= num_slots and blocks[-1] * num_experts <= max(2 * num_slots, num_experts)
+
+
+def test_padding_is_zeros_on_the_way_there_and_nothing_on_the_way_back():
+    experts, slots, kernel, _, cotangent = inputs("a few rows each")
+    grouping = group_by_expert(experts, kernel.shape[0])
+    rows = to_experts(slots, grouping)
+    assert rows.shape[0] == experts.size + grouping.blocks[-1]
+    np.testing.assert_array_equal(rows[experts.size :], 0)
+    np.testing.assert_array_equal(from_experts(rows, grouping), slots)
+    assert grouping.sizes.tolist() == np.bincount(np.asarray(experts).reshape(-1), minlength=4).tolist()
+    sorted_experts = np.asarray(experts).reshape(-1)[np.asarray(grouping.order[: experts.size])]
+    assert (np.diff(sorted_experts) >= 0).all()
+    back = jax.grad(lambda rows: jnp.sum(from_experts(rows, grouping) * cotangent[:, :1]))(rows)
+    np.testing.assert_array_equal(back[experts.size :], 0)
+
+
+@pytest.mark.parametrize("name", ["decoding", "two block sizes"])
+def test_bfloat16(name):
+    experts, slots, kernel, bias, cotangent = inputs(name, jnp.bfloat16)
+
+    def total(slots, kernel, bias):
+        return jnp.sum((run(experts, slots, kernel, bias) * cotangent).astype(jnp.float32))
+
+    def total_in_float32(slots, kernel, bias):
+        return jnp.sum(run_densely(experts, slots, kernel, bias) * cotangent.astype(jnp.float32))
+
+    ours = jax.jit(jax.grad(total, (0, 1, 2)))(slots, kernel, bias)
+    theirs = jax.grad(total_in_float32, (0, 1, 2))(*(array.astype(jnp.float32) for array in (slots, kernel, bias)))
+    for left, right in zip(ours, theirs, strict=True):
+        assert left.dtype == jnp.bfloat16
+        scale = float(jnp.max(jnp.abs(right)))
+        np.testing.assert_allclose(left.astype(jnp.float32), right, atol=0.01 * scale)
+
+
+def test_bfloat16_weight_gradients_add_up_in_float32():
+    # 640 ones, far more than an even share: adding ones one after another, bfloat16 stays at 256.
+    experts = jnp.zeros((640, 1), jnp.int32)
+    grouping = group_by_expert(experts, 8)
+    rows = to_experts(jnp.ones((640, 2), jnp.bfloat16), grouping)
+    kernel = jnp.ones((8, 2, 3), jnp.bfloat16)
+    gradient = jax.grad(
+        lambda kernel: jnp.sum(from_experts(grouped_product(rows, kernel, grouping), grouping).astype(jnp.float32))
+    )(kernel)
+    np.testing.assert_array_equal(gradient[0].astype(jnp.float32), 640)
+    np.testing.assert_array_equal(gradient[1:].astype(jnp.float32), 0)
