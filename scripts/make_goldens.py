@@ -96,7 +96,9 @@ def continuation_of(model: Any) -> tuple[list[int], list[int], float]:
 
 
 def old_spelling(config: Mapping[str, Any], case: Case) -> dict[str, Any]:
-    """config.json as a file of transformers 4 spells the same model."""
+    """config.json as a file of transformers 4 spells the same model, or as the first files of a younger family do."""
+    if config["model_type"].startswith("gemma4"):
+        return {key: value for key, value in config.items() if key != "per_layer_config"} | dict(case.old)
     old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     old |= {"torch_dtype": config["dtype"], "transformers_version": "4.46.0"}
     ropes = config["rope_parameters"]

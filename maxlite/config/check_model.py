@@ -2,20 +2,32 @@
 
 from collections.abc import Callable, Iterator
 
-from maxlite.config.layers import rotary_dim
+from maxlite.config.layers import has_experts, rotary_dim
 from maxlite.config.schema import Config
 
+_FULL_LAYERS = ("global_num_kv_heads", "global_head_dim", "share_kv_projections")
 _MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_GDN_SIZES = (
+    "gdn_conv_kernel_dim",
+    "gdn_num_key_heads",
+    "gdn_num_value_heads",
+    "gdn_key_head_dim",
+    "gdn_value_head_dim",
+)
 
 
 def check_heads(config: Config) -> Iterator[str]:
-    """Query heads are shared out evenly over key/value heads."""
+    """Query heads are shared out evenly over key/value heads, and what is said of full layers has such layers."""
     model = config.model
-    if model.num_query_heads % model.num_kv_heads:
-        yield (
-            f"num_query_heads={model.num_query_heads} is not a multiple of num_kv_heads={model.num_kv_heads}; "
-            "each key/value head serves the same number of query heads."
-        )
+    for name in ("num_kv_heads", "global_num_kv_heads"):
+        if (number := getattr(model, name)) is not None and model.num_query_heads % number:
+            yield (
+                f"num_query_heads={model.num_query_heads} is not a multiple of {name}={number}; "
+                "each key/value head serves the same number of query heads."
+            )
+    for name in _FULL_LAYERS:
+        if getattr(model, name) and "full" not in model.attention_pattern:
+            yield f"{name} has no effect: attention_pattern has no full layer."
 
 
 def check_layer_kinds(config: Config) -> Iterator[str]:
@@ -38,7 +50,7 @@ def check_layer_kinds(config: Config) -> Iterator[str]:
             f"num_dense_layers={model.num_dense_layers} leaves no other layer of "
             f"num_decoder_layers={model.num_decoder_layers}; make it smaller."
         )
-    if model.num_dense_layers and "moe" not in model.mlp_pattern:
+    if model.num_dense_layers and not has_experts(model):
         yield f"num_dense_layers={model.num_dense_layers} has no effect: mlp_pattern has no moe layer."
 
 
@@ -63,7 +75,7 @@ def check_latent_attention(config: Config) -> Iterator[str]:
             f"num_kv_heads={model.num_kv_heads}, but in mla every query head has keys of its own: "
             f"set it to num_query_heads={model.num_query_heads}."
         )
-    for name in ("use_qk_norm", "attention_sink"):
+    for name in ("use_qk_norm", "use_v_norm", "attention_sink", "attention_output_gate"):
         if getattr(model, name):
             yield f"{name}=true has no meaning for mla layers; leave it out."
     if model.attn_logits_soft_cap is not None:
@@ -72,10 +84,29 @@ def check_latent_attention(config: Config) -> Iterator[str]:
         yield "attention_pattern mixes mla with other kinds, whose heads have other widths; make it [mla]."
 
 
+def check_delta_net(config: Config) -> Iterator[str]:
+    """Gated DeltaNet has all of its sizes, and nothing else has any; a key head serves whole value heads."""
+    model = config.model
+    sizes = {name: getattr(model, name) for name in _GDN_SIZES}
+    if "gated_delta_net" not in model.attention_pattern:
+        for name, size in sizes.items():
+            if size is not None:
+                yield f"{name}={size} has no effect: attention_pattern has no gated_delta_net layer."
+        return
+    if missing := [name for name, size in sizes.items() if size is None]:
+        yield f"attention_pattern has gated_delta_net layers, which need {', '.join(missing)}."
+        return
+    if sizes["gdn_num_value_heads"] % sizes["gdn_num_key_heads"]:
+        yield (
+            f"gdn_num_value_heads={sizes['gdn_num_value_heads']} is not a multiple of "
+            f"gdn_num_key_heads={sizes['gdn_num_key_heads']}; each key head serves the same number of value heads."
+        )
+
+
 def check_experts(config: Config) -> Iterator[str]:
     """Experts have sizes exactly where layers have experts, and a token can find as many as it is sent to."""
     model = config.model
-    uses_experts = "moe" in model.mlp_pattern
+    uses_experts = has_experts(model)
     for name, off in (("num_experts", 0), ("num_experts_per_tok", 0), ("moe_mlp_dim", None)):
         size = getattr(model, name)
         if uses_experts and size == off:
@@ -100,9 +131,12 @@ def check_experts(config: Config) -> Iterator[str]:
 
 
 def check_norms(config: Config) -> Iterator[str]:
-    """A block has a norm somewhere."""
-    if not config.model.use_pre_norms and not config.model.use_post_norms:
+    """A block has a norm somewhere, and two MLPs side by side have them before and after."""
+    model = config.model
+    if not model.use_pre_norms and not model.use_post_norms:
         yield "use_pre_norms and use_post_norms are both false: a block needs norms before or after its parts."
+    elif "dense_and_moe" in model.mlp_pattern and not (model.use_pre_norms and model.use_post_norms):
+        yield "mlp_pattern has dense_and_moe layers, which need use_pre_norms=true and use_post_norms=true."
 
 
 def check_temperature(config: Config) -> Iterator[str]:
@@ -140,6 +174,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_heads,
     check_layer_kinds,
     check_latent_attention,
+    check_delta_net,
     check_experts,
     check_norms,
     check_temperature,

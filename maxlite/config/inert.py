@@ -10,12 +10,22 @@ _SAVING = ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_k
 _DOCUMENTS = ("packing", "long_documents", "add_bos", "add_eos", "enable_data_shuffling", "eval_fraction")
 _LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor")
 _YARN = ("beta_fast", "beta_slow", "mscale", "rope_mscale_all_dim", "rope_truncate", "rope_attention_factor")
+_SOFTMAX = (
+    "attention_bias",
+    "attention_out_bias",
+    "use_qk_norm",
+    "query_pre_attn_scalar",
+    "attn_logits_soft_cap",
+    "attention_sink",
+    "attention_output_gate",
+)
 _ROUTER = (
     "routed_score_func",
     "norm_topk_prob",
     "routed_scaling_factor",
     "routed_bias",
     "router_bias",
+    "scaled_router",
     "n_routing_groups",
     "topk_routing_group",
     "scale_expert_input",
@@ -42,6 +52,7 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         lambda c: c.model.rope_type not in ("llama3", "yarn"),
         ("original_max_position_embeddings",),
     ),
+    ("all layers are gated_delta_net", lambda c: set(c.model.attention_pattern) == {"gated_delta_net"}, _SOFTMAX),
     ("no layer is moe", lambda c: c.model.num_experts == 0, _ROUTER),
     ("n_routing_groups is 1", lambda c: c.model.n_routing_groups == 1, ("router_group_score",)),
     ("use_qk_norm is false", lambda c: not c.model.use_qk_norm, ("qk_norm_type",)),

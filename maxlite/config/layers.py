@@ -87,11 +87,33 @@ def attention_chunk(model: ModelConfig, kind: str) -> int | None:
     return model.chunk_attn_window_size if kind == "chunked" else None
 
 
+def attention_head_dim(model: ModelConfig, kind: str) -> int:
+    """Returns the width of a head in such a layer."""
+    return model.global_head_dim if kind == "full" and model.global_head_dim is not None else model.head_dim
+
+
+def attention_kv_heads(model: ModelConfig, kind: str) -> int:
+    """Returns the number of key and value heads in such a layer."""
+    return model.global_num_kv_heads if kind == "full" and model.global_num_kv_heads is not None else model.num_kv_heads
+
+
+def attention_shares_kv(model: ModelConfig, kind: str) -> bool:
+    """Says whether one matrix makes keys and values in such a layer."""
+    return kind == "full" and model.share_kv_projections
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Says whether a kind of layer in mlp_pattern has experts."""
+    return any(kind != "dense" for kind in model.mlp_pattern)
+
+
 def rotary_dim(model: ModelConfig, kind: str) -> int:
     """Returns how many features of a head turn with its position in such a layer."""
-    if kind == "nope":
+    if kind in ("nope", "gated_delta_net"):
         return 0
     if kind == "mla":
         assert model.qk_rope_head_dim is not None, "checked with the config"
         return model.qk_rope_head_dim
-    return int(model.head_dim * model.partial_rotary_factor)
+    width = attention_head_dim(model, kind)
+    # proportional: pairs that do not turn are pairs all the same.
+    return width if model.rope_type == "proportional" else int(width * model.partial_rotary_factor)

@@ -46,6 +46,8 @@ RENAMED = {
     "use_post_attn_norm": "use_post_norms",
     "use_post_ffw_norm": "use_post_norms",
     "shared_experts": "shared_expert_mlp_dim",
+    "global_rope_max_timescale": "rope_max_timescale",
+    "global_rope_proportion": "partial_rotary_factor",
 }
 
 
@@ -139,7 +141,7 @@ class _Loading:
             raise ConfigError("\n".join(dict.fromkeys(self.problems)))
         return config
 
-    def _values(self, last: dict[str, Entry], base: dict[str, Entry], shrink: bool) -> dict[str, Any]:
+    def _values(self, last: dict[str, Entry], base: Mapping[str, Entry], shrink: bool) -> dict[str, Any]:
         defaults = {name: _parse_entry(name, entry) for name, entry in base.items()}
         values = {name: self._parse(name, self.entries[name], defaults[name]) for name in KEYS}
         smoke = self._parse("smoke", last["smoke"], False) if "smoke" in last else values["smoke"] and shrink

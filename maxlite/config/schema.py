@@ -25,9 +25,10 @@ REMAT_POLICY_NAMES = (
     "qkv_proj_offloaded",
     "minimal_offloaded",
 )
-ATTENTION_KINDS = ("full", "local", "chunked", "nope", "mla")
-MLP_KINDS = ("dense", "moe")
+ATTENTION_KINDS = ("full", "local", "chunked", "nope", "mla", "gated_delta_net")
+MLP_KINDS = ("dense", "moe", "dense_and_moe")
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai")
 
 # Mesh axes, outermost first, and the two levels of each.
@@ -43,6 +44,7 @@ LOGICAL_AXES = (
     "heads",
     "kv_heads",
     "head_dim",
+    "conv",
     "q_lora",
     "kv_lora",
     "exp",
@@ -103,6 +105,8 @@ class ModelConfig:
     num_query_heads: int = key("Number of attention heads.", minimum=1)
     num_kv_heads: int = key("Number of key and value heads.", minimum=1)
     head_dim: int = key("Width of one head.", minimum=1)
+    global_num_kv_heads: int | None = key("full layers: number of key and value heads.", minimum=1)
+    global_head_dim: int | None = key("full layers: width of one head.", minimum=1)
     mlp_dim: int = key("Hidden width of the dense MLP.", minimum=1)
     max_position_embeddings: int = key("Longest sequence that the model may be asked for.", minimum=1)
     attention_pattern: tuple[str, ...] = key("Kinds of attention, repeated over the layers.", choices=ATTENTION_KINDS)
@@ -114,9 +118,12 @@ class ModelConfig:
     attention_out_bias: bool = key("Bias on the output of attention.")
     use_qk_norm: bool = key("Normalize queries and keys.")
     qk_norm_type: str = key("What is normalized, and when.", choices=("head", "projection", "l2"))
+    use_v_norm: bool = key("Normalize values, without a scale.")
+    share_kv_projections: bool = key("full layers: values are the keys before norm and positions.")
     query_pre_attn_scalar: float | None = key("Scores are divided by its square root.", above=0)
     attn_logits_soft_cap: float | None = key("Bound of attention scores, by tanh.", above=0)
     attention_sink: bool = key("A learned logit a head that takes attention away from all keys.")
+    attention_output_gate: bool = key("A learned gate on what attention gives.")
     temperature_tuning: bool = key("nope layers: queries grow with the logarithm of their position.")
     temperature_tuning_floor: int = key("temperature_tuning: positions in one step of it.", minimum=1)
     temperature_tuning_scale: float = key("temperature_tuning: factor of the logarithm.", minimum=0)
@@ -125,6 +132,11 @@ class ModelConfig:
     qk_nope_head_dim: int | None = key("mla: width of a head's part without rotary positions.", minimum=1)
     qk_rope_head_dim: int | None = key("mla: width of a head's part with rotary positions.", minimum=2)
     v_head_dim: int | None = key("mla: width of a value head.", minimum=1)
+    gdn_conv_kernel_dim: int | None = key("gated_delta_net: tokens that its convolutions see.", minimum=1)
+    gdn_num_key_heads: int | None = key("gated_delta_net: number of query and key heads.", minimum=1)
+    gdn_num_value_heads: int | None = key("gated_delta_net: number of value heads.", minimum=1)
+    gdn_key_head_dim: int | None = key("gated_delta_net: width of a query or key head.", minimum=1)
+    gdn_value_head_dim: int | None = key("gated_delta_net: width of a value head.", minimum=1)
     mlp_activation: str = key("Function on the gate of the MLP.", choices=MLP_ACTIVATIONS)
     mlp_activations_limit: float = key("swigluoai: bound of gate and up.", above=0)
     glu_alpha: float = key("swigluoai: factor inside the sigmoid.", above=0)
@@ -139,6 +151,7 @@ class ModelConfig:
     routed_scaling_factor: float = key("Factor of the routed experts' weights.", above=0)
     routed_bias: bool = key("A bias that takes part in choosing experts, and not in weighting them.")
     router_bias: bool = key("A bias on router logits.")
+    scaled_router: bool = key("The router norms and scales its input, and each expert has a learned factor.")
     n_routing_groups: int = key("Groups of experts.", minimum=1)
     topk_routing_group: int = key("Groups that a token may choose experts from.", minimum=1)
     router_group_score: str = key("Score of a group.", choices=("max", "top2_sum"))
@@ -147,10 +160,11 @@ class ModelConfig:
     norm_scale_offset: float = key("Added to every norm's scale.", minimum=0)
     use_pre_norms: bool = key("Norms before attention and MLP.")
     use_post_norms: bool = key("Norms after attention and MLP.")
+    use_layer_scalar: bool = key("A learned factor of what a layer gives.")
     scale_embeddings: bool = key("Embeddings times the square root of emb_dim.")
     logits_via_embedding: bool = key("Tie the output matrix to the embedding.")
     final_logits_soft_cap: float | None = key("Bound of the logits, by tanh.", above=0)
-    rope_type: str = key("How rotary frequencies are scaled.", choices=("default", "linear", "llama3", "yarn"))
+    rope_type: str = key("How rotary frequencies are scaled.", choices=ROPE_TYPES)
     rope_max_timescale: float = key("Rotary base, called theta.", above=0)
     local_rope_max_timescale: float | None = key("Rotary base of local layers, unscaled.", above=0)
     rope_factor: float = key("By how much scaling stretches positions.", above=0)
@@ -214,7 +228,7 @@ class DataConfig:
     enable_data_shuffling: bool = key("A new order of rows each epoch.")
     data_shuffle_seed: int = key("Seed of that order.", minimum=0, maximum=2**32 - 1)
     num_epoch: int | None = key("Passes over the data.", minimum=1)
-    tokenizer_path: str | None = key("A tokenizer.json, or a folder with one.")
+    tokenizer_path: str | None = key("A tokenizer.json, a folder with one, or a GGUF file.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +275,7 @@ class CheckpointConfig:
     max_num_checkpoints_to_keep: int = key("Checkpoints kept; older ones are removed.", minimum=1)
     save_checkpoint_on_completion: bool = key("Also save after the last step.")
     load_parameters_path: str | None = key("Run, or RUN/checkpoints/<n>, whose parameters are the start.")
-    load_hf: str | None = key("Hugging Face folder whose architecture and parameters are the start.")
+    load_hf: str | None = key("Hugging Face folder or GGUF file that is the start.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ KV_HEADS = 8
 SIZES_IF_SET = {
     "sliding_window_size": 16,
     "chunk_attn_window_size": 16,
+    "global_head_dim": 16,
     "moe_mlp_dim": 32,
     "shared_expert_mlp_dim": 64,
     "q_lora_rank": 32,
@@ -19,6 +20,9 @@ SIZES_IF_SET = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "gdn_num_key_heads": KV_HEADS,
+    "gdn_key_head_dim": 8,
+    "gdn_value_head_dim": 16,
 }
 
 
@@ -26,7 +30,7 @@ def smoke_overrides(value: dict[str, Any]) -> dict[str, Any]:
     """Returns the shrunk keys for a model whose full sizes are in `value` (every key present)."""
     latent = "mla" in value["attention_pattern"]
     grouped = value["num_query_heads"] > value["num_kv_heads"]
-    num_kv_heads = 1 if value["num_kv_heads"] == 1 else KV_HEADS
+    num_kv_heads = _kv_heads(value["num_kv_heads"])
     num_query_heads = 2 * KV_HEADS if grouped else num_kv_heads
     pattern = math.lcm(len(value["attention_pattern"]), len(value["mlp_pattern"]))
     num_dense_layers = min(value["num_dense_layers"], 1)
@@ -54,4 +58,13 @@ def smoke_overrides(value: dict[str, Any]) -> dict[str, Any]:
         }
     if value["temperature_tuning"]:
         sizes["temperature_tuning_floor"] = 16
+    if value["gdn_num_value_heads"]:
+        grouped = value["gdn_num_value_heads"] > value["gdn_num_key_heads"]
+        sizes["gdn_num_value_heads"] = 2 * KV_HEADS if grouped else KV_HEADS
+    if value["global_num_kv_heads"]:
+        sizes["global_num_kv_heads"] = _kv_heads(value["global_num_kv_heads"])
     return shrunk | {name: size for name, size in sizes.items() if value[name]}
+
+
+def _kv_heads(number: int) -> int:
+    return 1 if number == 1 else KV_HEADS

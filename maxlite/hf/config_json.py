@@ -58,9 +58,19 @@ _WRAPPER_KEYS = frozenset(
     {
         "text_config",
         "vision_config",
+        "audio_config",
+        "vision_soft_tokens_per_image",
         "boi_token_index",
         "eoi_token_index",
         "image_token_index",
+        "boi_token_id",
+        "eoi_token_id",
+        "image_token_id",
+        "video_token_id",
+        "boa_token_id",
+        "eoa_token_id",
+        "eoa_token_index",
+        "audio_token_id",
         "mm_tokens_per_image",
         "tie_word_embeddings",
     }
@@ -163,7 +173,7 @@ def inexpressible_keys(family: Family, model: ModelConfig) -> list[str]:
     except ConversionError as error:
         return [line.removesuffix(".") for line in str(error).splitlines()]
     # No layer has this width, whatever it is; files keep it all the same.
-    unused = () if any(spec.mlp == "dense" for spec in layer_specs(wanted)) else ("mlp_dim",)
+    unused = () if any(spec.mlp != "moe" for spec in layer_specs(wanted)) else ("mlp_dim",)
     return [
         f"{name}={_shown(getattr(wanted, name))} (it would be {_shown(value)})"
         for name, value in keys.items()

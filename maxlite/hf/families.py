@@ -13,6 +13,7 @@ from maxlite.hf.family_dense import (
     QWEN3,
 )
 from maxlite.hf.family_experts import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, LLAMA4, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from maxlite.hf.family_gemma4 import GEMMA4, GEMMA4_UNIFIED
 from maxlite.hf.family_lines import Family
 
 # In this order: a model that several of them can express is written as the first.
@@ -24,6 +25,8 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_UNIFIED,
     OLMO2,
     OLMO3,
     MINISTRAL,

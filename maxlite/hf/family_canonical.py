@@ -5,12 +5,20 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from maxlite.config.layers import layer_specs
+from maxlite.config.layers import has_experts, layer_specs
 from maxlite.config.load import load_config, package_roots
 from maxlite.config.schema import Config, ModelConfig
 
 _LOCAL = ("sliding_window_size", "local_rope_max_timescale")
+_FULL = ("global_num_kv_heads", "global_head_dim", "share_kv_projections")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_GDN = (
+    "gdn_conv_kernel_dim",
+    "gdn_num_key_heads",
+    "gdn_num_value_heads",
+    "gdn_key_head_dim",
+    "gdn_value_head_dim",
+)
 _TEMPERATURE = ("temperature_tuning", "temperature_tuning_floor", "temperature_tuning_scale")
 _SWIGLUOAI = ("mlp_activations_limit", "glu_alpha")
 _EXPERTS = (
@@ -24,6 +32,7 @@ _EXPERTS = (
     "routed_scaling_factor",
     "routed_bias",
     "router_bias",
+    "scaled_router",
     "n_routing_groups",
     "topk_routing_group",
     "router_group_score",
@@ -39,6 +48,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
         "rope_high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "proportional": ("rope_factor",),
     "yarn": (
         "rope_factor",
         "original_max_position_embeddings",
@@ -70,12 +80,15 @@ def canonical(model: ModelConfig) -> ModelConfig:
         "mlp_pattern": mlp_pattern,
         "num_dense_layers": num_dense,
     }
-    if model.query_pre_attn_scalar == model.head_dim:
+    for name, other in (("global_num_kv_heads", model.num_kv_heads), ("global_head_dim", model.head_dim)):
+        if getattr(model, name) == other:
+            changes[name] = None
+    if model.query_pre_attn_scalar == model.head_dim and model.global_head_dim in (None, model.head_dim):
         changes["query_pre_attn_scalar"] = None
     if model.rope_type == "default" and model.local_rope_max_timescale == model.rope_max_timescale:
         changes["local_rope_max_timescale"] = None
     off = default_config().model
-    changes.update({name: getattr(off, name) for name in _without_effect(model, set(attention), "moe" in mlp_pattern)})
+    changes.update({name: getattr(off, name) for name in _without_effect(model, set(attention))})
     return dataclasses.replace(model, **changes)
 
 
@@ -101,9 +114,12 @@ def _repeating(kinds: Sequence[str], start: int) -> tuple[str, ...]:
     raise AssertionError("a pattern as long as the layers always fits")
 
 
-def _without_effect(model: ModelConfig, attention: set[str], has_experts: bool) -> set[str]:
+def _without_effect(model: ModelConfig, attention: set[str]) -> set[str]:
     names: set[str] = set()
-    for kind, keys in (("local", _LOCAL), ("chunked", ("chunk_attn_window_size",)), ("mla", _LATENT)):
+    routed = has_experts(model)
+    chunked = ("chunk_attn_window_size",)
+    owners = (("full", _FULL), ("local", _LOCAL), ("chunked", chunked), ("mla", _LATENT), ("gated_delta_net", _GDN))
+    for kind, keys in owners:
         names |= set(keys) if kind not in attention else set()
     if "nope" not in attention or not model.temperature_tuning:
         names |= set(_TEMPERATURE)
@@ -111,11 +127,11 @@ def _without_effect(model: ModelConfig, attention: set[str], has_experts: bool) 
         names.add("qk_norm_type")
     if model.mlp_activation != "swigluoai":
         names |= set(_SWIGLUOAI)
-    if not has_experts:
+    if not routed:
         names |= set(_EXPERTS)
     elif model.n_routing_groups == 1:
         names |= {"topk_routing_group", "router_group_score"}
-    if has_experts and model.shared_expert_mlp_dim is None:
+    if routed and model.shared_expert_mlp_dim is None:
         names.add("shared_expert_gate")
     used = ROPE_KEYS[model.rope_type]
     return names | {name for keys in ROPE_KEYS.values() for name in keys if name not in used}

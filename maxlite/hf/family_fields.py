@@ -196,16 +196,19 @@ def fixed(**values: Any) -> Fixed:
 class Expect:
     """A key of config.json that may have only these values: others would need what the family does not have.
 
-    written: the value to write; ABSENT to leave it out.
+    written: the value to write; ABSENT to leave it out. default: what transformers takes if the key is absent, where
+    that is not among the allowed.
     """
 
     name: str
     allowed: tuple[Any, ...]
     written: Any = ABSENT
+    default: Any = ABSENT
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Refuses any other value."""
         value = reader.take(self.name)
+        value = self.default if value is ABSENT else value
         if value is not ABSENT and value not in self.allowed:
             reader.refuse(f"{self.name}={value!r} is not supported; it may be {_listed(self.allowed)}")
 

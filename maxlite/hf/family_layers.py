@@ -45,7 +45,8 @@ class Windows:
 
     default: the window of a config.json without the key. is_local: which layers have it if there is no `layer_types`.
     listed: the family has the key `layer_types`. switched: it has `use_sliding_window`, and without it no window.
-    always: transformers makes the mask of the window even if no layer has one, and wants a number.
+    always: transformers makes the mask of the window even if no layer has one, and wants a number. last_full: the last
+    layer has no window, whatever is written.
     """
 
     default: int | None
@@ -53,6 +54,7 @@ class Windows:
     listed: bool = False
     switched: bool = False
     always: bool = False
+    last_full: bool = False
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads attention_pattern and sliding_window_size."""
@@ -70,6 +72,7 @@ class Windows:
         if kinds is not None and "local" in kinds and window is None:
             reader.refuse("layer_types has sliding_attention layers, but the window is null or switched off")
         kinds = local if kinds is None else kinds
+        kinds = [*kinds[:-1], "full"] if self.last_full else kinds
         keys["attention_pattern"] = shortest_pattern(kinds)
         keys["sliding_window_size"] = window if "local" in kinds else None
 
@@ -99,6 +102,28 @@ def read_layer_types(reader: ConfigReader, num_layers: int, kinds: dict[str, str
         reader.refuse(f"layer_types names {', '.join(unknown)}; it may name {' or '.join(kinds)}")
         return None
     return [kinds[word] for word in given]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearLayers:
+    """layer_types, or every full_attention_interval-th layer is full and the others are Gated DeltaNet (Qwen3-Next)."""
+
+    def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
+        """Reads attention_pattern."""
+        interval = reader.take_count("full_attention_interval", 4)
+        if interval == 0:
+            reader.refuse("full_attention_interval=0: it must be at least 1")
+        layers = _layers(keys)
+        words = {"full_attention": "full", "linear_attention": "gated_delta_net"}
+        kinds = read_layer_types(reader, len(layers), words)
+        if kinds is None:
+            kinds = ["gated_delta_net" if (layer + 1) % max(interval, 1) else "full" for layer in layers]
+        keys["attention_pattern"] = shortest_pattern(kinds)
+
+    def write(self, model: ModelConfig, json: Json) -> None:
+        """Writes the layers one by one."""
+        kinds = [spec.attention for spec in layer_specs(model)]
+        json["layer_types"] = ["linear_attention" if kind == "gated_delta_net" else "full_attention" for kind in kinds]
 
 
 @dataclasses.dataclass(frozen=True)

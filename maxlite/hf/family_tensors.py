@@ -3,7 +3,7 @@
 import dataclasses
 
 from maxlite.hf.rules import Ignored, Rule, Table
-from maxlite.hf.transforms import Transform, flat, interleaved, joined, kernel, same
+from maxlite.hf.transforms import Transform, by_head, depthwise, flat, grouped, interleaved, joined, kernel, same
 
 _LAYER = "model.layers.{layer}."
 _GATED = ("gate", "up", "down")
@@ -21,6 +21,11 @@ def _both(parents: tuple[str, ...], leaf: str) -> tuple[str, ...]:
 
 def _norm(tensor: str, path: str) -> Rule:
     return _layer(f"{tensor}.weight", f"{path}/scale", same())
+
+
+def _only(parameter: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The same rules for layers that have this parameter."""
+    return tuple(dataclasses.replace(rule, where=(parameter,)) for rule in rules)
 
 
 def _gated(tensor: str, path: str) -> tuple[Rule, ...]:
@@ -78,6 +83,7 @@ _ROUTER = _layer("mlp.gate.weight", "mlp/router/kernel")
 
 _COMPUTED = Ignored(r"(.*\.)?rotary_emb\.inv_freq", "rotary frequencies are worked out from config.json")
 _TIED_COPY = (("lm_head.weight", "model.embed_tokens.weight"),)
+_PREDICTION = Ignored(r"mtp\..*", "multi-token prediction, without which the model answers")
 _VISION = "part of the vision model, without which the text model answers"
 # Where versions of transformers have put the text model in a multimodal folder.
 _TEXT_MODEL = (
@@ -88,6 +94,12 @@ _TEXT_MODEL = (
 def table(name: str, rules: tuple[Rule, ...]) -> Table:
     """Returns the table of a family of text models."""
     return Table(name, (*_ENDS, *rules), (_COMPUTED,), _TIED_COPY)
+
+
+def predicting_table(name: str, rules: tuple[Rule, ...]) -> Table:
+    """Returns the table of a family whose folders may also hold multi-token prediction."""
+    text = table(name, rules)
+    return dataclasses.replace(text, ignored=(*text.ignored, _PREDICTION))
 
 
 def multimodal_table(name: str, rules: tuple[Rule, ...], *vision: str) -> Table:
@@ -111,10 +123,44 @@ MIXTRAL = (
     ),
 )
 EXPERTS = (*DENSE, _ROUTER, *_EXPERTS)
-QWEN2_MOE = (
-    *EXPERTS,
+_SHARED_EXPERT = (
     *_gated("mlp.shared_expert", "mlp/shared"),
     _layer("mlp.shared_expert_gate.weight", "mlp/shared_gate/kernel"),
+)
+QWEN2_MOE = (*EXPERTS, *_SHARED_EXPERT)
+_QUERY_AND_GATE = ("attention/query", "attention/gate")
+_GATED_ATTENTION = (
+    _layer("self_attn.q_proj.weight", _both(_QUERY_AND_GATE, "kernel"), grouped(by_head())),
+    _layer("self_attn.q_proj.bias", _both(_QUERY_AND_GATE, "bias"), grouped(same())),
+    *(rule for rule in _ATTENTION if not str(rule.path).startswith("attention/query/")),
+)
+_DELTA_NET = (
+    _layer(
+        "linear_attn.in_proj_qkvz.weight",
+        _both(("attention/query", "attention/key", "attention/value", "attention/gate"), "kernel"),
+        grouped(by_head()),
+    ),
+    _layer(
+        "linear_attn.in_proj_ba.weight", _both(("attention/beta", "attention/step"), "kernel"), grouped(by_head())
+    ),
+    _layer(
+        "linear_attn.conv1d.weight",
+        _both(("attention/query_conv", "attention/key_conv", "attention/value_conv"), "kernel"),
+        joined(depthwise(), 0),
+    ),
+    _layer("linear_attn.A_log", "attention/log_rate", flat()),
+    _layer("linear_attn.dt_bias", "attention/step_bias", flat()),
+    _norm("linear_attn.norm", "attention/norm"),
+    _layer("linear_attn.out_proj.weight", "attention/out/kernel", kernel(3)),
+)
+QWEN3_NEXT = (
+    *_only("attention/query_norm/scale", _GATED_ATTENTION),
+    *_only("attention/log_rate", _DELTA_NET),
+    *_PRE_NORMS,
+    *_MLP,
+    _ROUTER,
+    *_EXPERTS,
+    *_SHARED_EXPERT,
 )
 DEEPSEEK = (
     *_LATENT_ATTENTION,
@@ -135,6 +181,25 @@ GPT_OSS = (
     _layer("mlp.experts.gate_up_proj_bias", _both(_GATE_AND_UP, "bias"), interleaved(same(), -1)),
     _layer("mlp.experts.down_proj", "mlp/experts/down/kernel", same()),
     _layer("mlp.experts.down_proj_bias", "mlp/experts/down/bias", same()),
+)
+GEMMA4 = (
+    *DENSE_FOUR_NORMS,
+    _layer("layer_scalar", "scalar", same()),
+    # Layers whose dense MLP has experts beside it.
+    _norm("pre_feedforward_layernorm", "mlp/dense_norm"),
+    _norm("post_feedforward_layernorm_1", "mlp/dense_post_norm"),
+    _norm("pre_feedforward_layernorm_2", "mlp/moe_norm"),
+    _norm("post_feedforward_layernorm_2", "mlp/moe_post_norm"),
+    *_gated("mlp", "mlp/dense"),
+    _layer("router.proj.weight", "mlp/moe/router/kernel"),
+    _layer("router.scale", "mlp/moe/router/scale", same()),
+    _layer("router.per_expert_scale", "mlp/moe/expert_scale", same()),
+    _layer(
+        "experts.gate_up_proj",
+        ("mlp/moe/experts/gate/kernel", "mlp/moe/experts/up/kernel"),
+        joined(kernel(stacked=True), -2),
+    ),
+    _layer("experts.down_proj", "mlp/moe/experts/down/kernel", kernel(stacked=True)),
 )
 LLAMA4 = (
     *_ATTENTION,

@@ -64,7 +64,7 @@ def differing_keys(folder: ModelFolder, model: ModelConfig) -> list[str]:
     """Returns a line about the keys in which the model is not that of config.json: allowed, but worth a look."""
     differing = {name: value for name, value in folder.keys.items() if value != getattr(model, name)}
     changed = [f"{name} {value} -> {getattr(model, name)}" for name, value in differing.items()]
-    return [f"Changed from {folder.path / 'config.json'}: {', '.join(changed)}"] if changed else []
+    return [f"Changed from what {folder.path} says: {', '.join(changed)}"] if changed else []
 
 
 def describe_skipped(skipped: list[Skipped]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config.schema import Config
@@ -56,8 +57,8 @@ def _our_logits(config: Config, source: Path) -> np.ndarray:
     compute = config.compute.__class__(**{**vars(config.compute), "dtype": "float32", "weight_dtype": "float32"})
     model = build_model(config.model, compute)
     params = load_parameters(source, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params))
-    tokens = _token_ids(config)[None].astype(np.int32)
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    tokens = jnp.asarray(_token_ids(config)[None], jnp.int32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     @jax.jit
     def logits(params: Any) -> jax.Array:

@@ -159,12 +159,13 @@ def natural_order(name: str) -> tuple[tuple[int, str], ...]:
 def _pieces_of(rule: Rule, parameters: dict[str, Any], places: Sequence[LayerPlace]) -> Iterator[Piece]:
     """Yields the tensors of a rule: of every layer that has its parameters, of every expert."""
     for layer, place in enumerate(places) if "{layer}" in rule.tensor else [(None, None)]:
-        paths, index = rule.paths, ()
-        if place is not None:
-            block = f"group_{place.group}/layers/block_{place.position}/"
-            paths = tuple(path if path.startswith("group_") else block + path for path in paths)
-            index = (place.repeat,)
-        if not all(path in parameters for path in paths):
+        block = "" if place is None else f"group_{place.group}/layers/block_{place.position}/"
+        index = () if place is None else (place.repeat,)
+        paths, needed = (
+            tuple(path if path.startswith("group_") else block + path for path in names)
+            for names in (rule.paths, rule.where)
+        )
+        if not all(path in parameters for path in (*paths, *needed)):
             continue
         experts = [()]
         if "{expert}" in rule.tensor:

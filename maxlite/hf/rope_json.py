@@ -10,6 +10,7 @@ from maxlite.hf.family_canonical import ROPE_KEYS
 from maxlite.hf.family_fields import ConfigReader, Json, ModelKeys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+PROPORTIONAL = "proportional"
 # Our keys -> theirs.
 _NAMES = {
     "rope_factor": "factor",
@@ -42,6 +43,7 @@ class Rope:
     theta: the base of a config.json that names none. local_theta: that of sliding layers. nested: rope_parameters
     has one entry for full and one for sliding layers, and the old spelling scales the full ones only. local_name: the
     old spelling's key for the base of the sliding layers. absent: the parameters of a config.json without any.
+    new_only: the family is younger than the old spelling, which transformers would pass over.
     """
 
     theta: float = 10000.0
@@ -49,12 +51,14 @@ class Rope:
     local_theta: float | None = None
     local_name: str | None = None
     absent: Mapping[str, Any] | None = None
+    new_only: bool = False
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads all rotary keys, from either spelling, or from both if they agree."""
         if (partial := reader.take_given("partial_rotary_factor")) not in (None, 1):
             reader.refuse(f"partial_rotary_factor={partial!r} is not supported; {_WHOLE_HEADS}")
-        new, old = self._new_spelling(reader, keys), self._old_spelling(reader, keys)
+        new = self._new_spelling(reader, keys)
+        old = None if self.new_only else self._old_spelling(reader, keys)
         if new is not None and old is not None:
             # Of the old spelling only what was said counts: no word about scaling is no word against it.
             scaled = reader.take_given("rope_scaling") is not None
@@ -74,10 +78,13 @@ class Rope:
     def write(self, model: ModelConfig, json: Json) -> None:
         """Writes the new spelling."""
         full = {"rope_type": model.rope_type, "rope_theta": model.rope_max_timescale}
+        if model.rope_type == PROPORTIONAL:
+            full |= {"partial_rotary_factor": model.partial_rotary_factor}
         for key in ROPE_KEYS[model.rope_type]:
             # What older versions have no word for is written only where it says something.
             value = getattr(model, key)
-            if key not in _DEFAULTS or key in ("beta_fast", "beta_slow") or value != _DEFAULTS[key]:
+            defaults = _defaults(model.rope_type)
+            if key not in defaults or key in ("beta_fast", "beta_slow") or value != defaults[key]:
                 full[_NAMES[key]] = value
         if not self.nested:
             json["rope_parameters"] = full
@@ -132,7 +139,11 @@ class Rope:
         read: ModelKeys = {"rope_type": kinds[0]}
         if given.get("rope_theta") is not None:
             read["rope_max_timescale"] = _parse("rope_max_timescale", given["rope_theta"], name, reader)
-        if (partial := given.get("partial_rotary_factor")) not in (None, 1):
+        partial = given.get("partial_rotary_factor")
+        if kinds[0] == PROPORTIONAL:
+            share = 1.0 if partial is None else partial
+            read["partial_rotary_factor"] = _parse("partial_rotary_factor", share, name, reader)
+        elif partial not in (None, 1):
             reader.refuse(f"{name}.partial_rotary_factor={partial!r} is not supported; {_WHOLE_HEADS}")
         for key in ROPE_KEYS[kinds[0]]:
             read[key] = _read_parameter(key, given, name, reader)
@@ -149,6 +160,10 @@ class Rope:
         if self.nested and read.get("rope_truncate") is False:
             reader.refuse(f"{name}: truncate=false is not read by transformers for this family; leave it out")
         return read
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    return _DEFAULTS | {"rope_factor": 1.0} if kind == PROPORTIONAL else _DEFAULTS
 
 
 def _take_object(name: str, reader: ConfigReader) -> dict[str, Any] | None:
@@ -173,10 +188,11 @@ def _read_parameter(key: str, given: Mapping[str, Any], name: str, reader: Confi
     if value is None or (key in ("beta_fast", "beta_slow") and value == 0):
         if key == "rope_factor" and "yarn" in (given.get("rope_type"), given.get("type")):
             return None
-        if key not in _DEFAULTS:
+        defaults = _defaults(given.get("rope_type"))
+        if key not in defaults:
             reader.refuse(f"{name}: {theirs} is missing")
             return 1.0
-        return _DEFAULTS[key]
+        return defaults[key]
     return _parse(key, value, f"{name}.{theirs}", reader)
 
 

@@ -15,6 +15,7 @@ class Rule:
     path: our parameter, or several that share the tensor. With `{layer}` in `tensor` it is relative to that layer's
         block, unless it begins with `group_`; otherwise it is absolute.
     float32: the files hold it in float32 whatever the dtype of the others.
+    where: parameters that a layer must have besides; for names that two kinds of layers share.
 
     A rule whose parameters a layer does not have does not apply to that layer.
     """
@@ -23,6 +24,7 @@ class Rule:
     path: str | tuple[str, ...]
     transform: Transform
     float32: bool = False
+    where: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:

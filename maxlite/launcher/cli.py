@@ -42,7 +42,7 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command(context_settings=KEYS_WITH_DASHES)
 def decode(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
-    """Continue prompts from a run directory, a Hugging Face folder, or base.yml with load_parameters_path=."""
+    """Continue prompts from a run, a Hugging Face folder, a GGUF file, or base.yml with load_parameters_path=."""
     from maxlite.launcher.resolve import resolve_config
 
     resolved = resolve_config(config, overrides or [])
@@ -53,7 +53,7 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
 
 @app.command("convert-hf", context_settings=KEYS_WITH_DASHES)
 def convert_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a run, or RUN/checkpoints/<n>.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a GGUF file, a run, or RUN/checkpoints/<n>.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="DST [KEY=VALUE]...", help="A new folder; weight_dtype= is its dtype.")
     ] = None,
@@ -61,7 +61,7 @@ def convert_hf(
     check: Annotated[bool, typer.Option("--check", help="Compare logits with transformers, if installed.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of an export.")] = "5GB",
 ) -> None:
-    """Convert a Hugging Face folder to a run, or a run to a Hugging Face folder."""
+    """Convert a Hugging Face folder or GGUF file to a run, or a run to a Hugging Face folder."""
     from maxlite.launcher.convert import convert
 
     given = arguments or []

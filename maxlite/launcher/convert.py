@@ -83,7 +83,8 @@ def _export(
     run = run_of(source)
     if not (run / "config.yml").is_file():
         raise ConversionError(
-            f"{source} is neither a Hugging Face folder (it has no config.json) nor a run directory (no config.yml)."
+            f"{source} is neither a Hugging Face folder (it has no config.json), nor a GGUF file, nor a run directory (no "
+            "config.yml)."
         )
     config = load_config(str(run), _with_weight_dtype(overrides))
     prepare_jax(config.run)
@@ -133,7 +134,7 @@ def _check(config: Config, source: Path, folder: Path) -> None:
 
 def _with_weight_dtype(overrides: list[str]) -> list[str]:
     """`dtype=` here is that of the files, since nothing is computed."""
-    given = dict(text.partition("=")[::2] for text in overrides)
+    given = {name: value for name, _, value in (text.partition("=") for text in overrides)}
     if "dtype" not in given:
         return overrides
     if given.get("weight_dtype", given["dtype"]) != given["dtype"]:

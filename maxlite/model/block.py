@@ -8,10 +8,12 @@ from flax import nnx
 from maxlite.config.layers import LayerSpec
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.attention import Attention, AttentionContext
+from maxlite.nn.gated_delta_net import GatedDeltaNet
 from maxlite.nn.mla import MultiHeadLatentAttention
 from maxlite.nn.mlp import GatedMLP
-from maxlite.nn.moe import MoE
+from maxlite.nn.moe import DenseAndMoE, MoE
 from maxlite.nn.norm import RMSNorm
+from maxlite.nn.param import param
 from maxlite.parallel.sharding import constrain
 
 ATTENTION: dict[str, Any] = {
@@ -20,6 +22,7 @@ ATTENTION: dict[str, Any] = {
     "chunked": Attention,
     "nope": Attention,
     "mla": MultiHeadLatentAttention,
+    "gated_delta_net": GatedDeltaNet,
 }
 
 
@@ -27,7 +30,7 @@ def _dense(model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None)
     return GatedMLP(model, compute, model.mlp_dim, rngs=rngs)
 
 
-MLP: dict[str, Any] = {"dense": _dense, "moe": MoE}
+MLP: dict[str, Any] = {"dense": _dense, "moe": MoE, "dense_and_moe": DenseAndMoE}
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -35,7 +38,7 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + attention(x), then x + mlp(x), each with a norm before it, after it, or both."""
+    """x + attention(x), then x + mlp(x), each with a norm before it, after it, or both, and perhaps times a scalar."""
 
     def __init__(self, spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes the parts that `spec` names."""
@@ -46,13 +49,18 @@ class Block(nnx.Module):
         self.attention_norm = norm(model.use_pre_norms)
         self.attention = ATTENTION[spec.attention](spec, model, compute, rngs=rngs)
         self.attention_post_norm = norm(model.use_post_norms)
-        self.mlp_norm = norm(model.use_pre_norms)
+        # Two MLPs side by side have a norm each.
+        self.mlp_norm = norm(model.use_pre_norms and spec.mlp != "dense_and_moe")
         self.mlp = MLP[spec.mlp](model, compute, rngs=rngs)
         self.mlp_post_norm = norm(model.use_post_norms)
+        self.use_scalar = model.use_layer_scalar
+        if self.use_scalar:
+            self.scalar = param(rngs, (1,), ("norm",), dtype=compute.weight_dtype, value=1.0)
 
     def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any]:
         """x: [B, T, D]. Returns: [B, T, D] and the layer's cache."""
         attended, cache = self.attention(self.attention_norm(x), context, cache)
         x = constrain(x + self.attention_post_norm(attended), "batch", "length", "activation_embed")
         x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        x = x * self.scalar[...].astype(x.dtype) if self.use_scalar else x
         return constrain(x, "batch", "length", "activation_embed"), cache

@@ -24,6 +24,7 @@ Params = dict[str, Any]
 _ACTIVATION_SIZES = (
     ("activation_heads", "num_query_heads"),
     ("activation_kv_heads", "num_kv_heads"),
+    ("activation_kv_heads", "global_num_kv_heads"),
     ("activation_mlp", "mlp_dim"),
     ("activation_embed", "emb_dim"),
 )
@@ -91,7 +92,7 @@ class Model:
         """Returns an empty cache of `length` slots a row; unstacked to go with `unstack`ed parameters."""
 
         def layer(spec: LayerSpec) -> Any:
-            return ATTENTION[spec.attention].init_cache(self.config, self.compute.dtype, batch, length)
+            return ATTENTION[spec.attention].init_cache(spec, self.config, self.compute.dtype, batch, length)
 
         layers: dict[str, Any] = {}
         for index, group in enumerate(layer_groups(self.config)):
@@ -118,7 +119,8 @@ class Model:
             ConfigError: lists every size that its mesh axes do not divide.
         """
         shardings, problems = shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
-        sizes = [(name, getattr(self.config, name), axis) for axis, name in _ACTIVATION_SIZES]
+        given = [(name, getattr(self.config, name), axis) for axis, name in _ACTIVATION_SIZES]
+        sizes = [(name, size, axis) for name, size, axis in given if size is not None]
         # The sizes that have keys of their own come first: that is where to look.
         named = [text for name, size, axis in sizes for text in indivisible(name, (size,), (axis,), mesh, rules)]
         if named or problems:

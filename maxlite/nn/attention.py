@@ -7,7 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layers import LayerSpec, attention_chunk, attention_window
+from maxlite.config.layers import (
+    LayerSpec,
+    attention_chunk,
+    attention_head_dim,
+    attention_kv_heads,
+    attention_shares_kv,
+    attention_window,
+)
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.cache import LayerCache, write_slots
 from maxlite.nn.linear import Linear
@@ -39,9 +46,10 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
         """Makes query [D, N, H], key and value [D, K, H], out [N, H, D], and the biases, norms and sinks asked for."""
-        dim, heads, kv_heads, width = model.emb_dim, model.num_query_heads, model.num_kv_heads, model.head_dim
-        kv_axes, bias = ("embed", "kv_heads", "head_dim"), model.attention_bias
         self.kind = spec.attention
+        dim, heads, bias = model.emb_dim, model.num_query_heads, model.attention_bias
+        kv_heads, width = attention_kv_heads(model, self.kind), attention_head_dim(model, self.kind)
+        kv_axes = ("embed", "kv_heads", "head_dim")
         self.window = attention_window(model, self.kind)
         self.chunk = attention_chunk(model, self.kind)
         self.scale = (model.query_pre_attn_scalar or width) ** -0.5
@@ -51,7 +59,9 @@ class Attention(nnx.Module):
             "BTD,DNH->BTNH", (dim, heads, width), ("embed", "heads", "head_dim"), compute, use_bias=bias, rngs=rngs
         )
         self.key = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, use_bias=bias, rngs=rngs)
-        self.value = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, use_bias=bias, rngs=rngs)
+        self.shares_kv = attention_shares_kv(model, self.kind)
+        if not self.shares_kv:
+            self.value = Linear("BTD,DKH->BTKH", (dim, kv_heads, width), kv_axes, compute, use_bias=bias, rngs=rngs)
         self.out = Linear(
             "BTNH,NHD->BTD",
             (heads, width, dim),
@@ -60,6 +70,11 @@ class Attention(nnx.Module):
             use_bias=model.attention_out_bias,
             rngs=rngs,
         )
+        self.gates_output = model.attention_output_gate
+        if self.gates_output:
+            self.gate = Linear(
+                "BTD,DNH->BTNH", (dim, heads, width), ("embed", "heads", "head_dim"), compute, use_bias=bias, rngs=rngs
+            )
         self.norm_type = model.qk_norm_type if model.use_qk_norm else None
         if self.norm_type == "head":
             self.query_norm = RMSNorm((width,), ("head_dim",), model, compute, rngs=rngs)
@@ -67,6 +82,7 @@ class Attention(nnx.Module):
         elif self.norm_type == "projection":
             self.query_norm = RMSNorm((heads, width), ("heads", "head_dim"), model, compute, rngs=rngs)
             self.key_norm = RMSNorm((kv_heads, width), ("kv_heads", "head_dim"), model, compute, rngs=rngs)
+        self.norms_values = model.use_v_norm
         self.epsilon = model.normalization_layer_epsilon
         self.has_sinks = model.attention_sink
         if self.has_sinks:
@@ -78,11 +94,13 @@ class Attention(nnx.Module):
         self, x: jax.Array, context: AttentionContext, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
         """x: [B, T, D]. Returns: [B, T, D], and the cache with these tokens' keys and values."""
-        query, key = self._turned(self.query(x), self.key(x), context)
+        key = self.key(x)
+        value = key if self.shares_kv else self.value(x)
+        query, key = self._turned(self.query(x), key, context)
         query = checkpoint_name(constrain(query, "batch", "length", "activation_heads", None), "query_proj")
         key = checkpoint_name(constrain(key, "batch", "length", "activation_kv_heads", None), "key_proj")
-        value = constrain(self.value(x), "batch", "length", "activation_kv_heads", None)
-        value = checkpoint_name(value, "value_proj")
+        value = self._normalized(value) if self.norms_values else value
+        value = checkpoint_name(constrain(value, "batch", "length", "activation_kv_heads", None), "value_proj")
         if cache is not None:
             assert context.index is not None, "a cache comes with the slot to write to"
             cache = LayerCache(
@@ -105,6 +123,9 @@ class Attention(nnx.Module):
         )
         # No name here: ops/attention names the context inside its rule, and a second name would save it twice.
         attended = constrain(attended, "batch", "length", "activation_heads", None)
+        if self.gates_output:
+            gate = constrain(self.gate(x), "batch", "length", "activation_heads", None)
+            attended = attended * jax.nn.sigmoid(checkpoint_name(gate, "gate_proj"))
         return checkpoint_name(self.out(attended), "out_proj"), cache
 
     def _turned(self, query: jax.Array, key: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array]:
@@ -116,15 +137,20 @@ class Attention(nnx.Module):
             query = apply_rope(query, cos, sin, interleave=self.interleave)
             key = apply_rope(key, cos, sin, interleave=self.interleave)
             if self.norm_type == "l2":
-                query, key = (rms_normalize(x.astype(jnp.float32), self.epsilon).astype(x.dtype) for x in (query, key))
+                query, key = self._normalized(query), self._normalized(key)
         if self.temperature is not None:
             query = query * _temperature(context.query_positions, *self.temperature).astype(query.dtype)
         return query, key
 
+    def _normalized(self, x: jax.Array) -> jax.Array:
+        """Norm without a scale, of every head: x [B, T, N, H] -> the same shape."""
+        return rms_normalize(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
+
     @staticmethod
-    def init_cache(model: ModelConfig, dtype: str, batch: int, length: int) -> LayerCache:
+    def init_cache(spec: LayerSpec, model: ModelConfig, dtype: str, batch: int, length: int) -> LayerCache:
         """Returns an empty cache of `length` slots a row."""
-        shape = (batch, length, model.num_kv_heads, model.head_dim)
+        kind = spec.attention
+        shape = (batch, length, attention_kv_heads(model, kind), attention_head_dim(model, kind))
         return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 

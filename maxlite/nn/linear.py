@@ -39,5 +39,5 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the product in the compute dtype."""
-        y = product(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+        y: jax.Array = product(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y

@@ -92,7 +92,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return checkpoint_name(self.out(attended), "out_proj"), cache
 
     @staticmethod
-    def init_cache(model: ModelConfig, dtype: str, batch: int, length: int) -> LatentCache:
+    def init_cache(spec: LayerSpec, model: ModelConfig, dtype: str, batch: int, length: int) -> LatentCache:
         """Returns an empty cache of `length` slots a row."""
         widths = (_size(model.kv_lora_rank), _size(model.qk_rope_head_dim))
         return LatentCache(*(jnp.zeros((batch, length, width), dtype) for width in widths))

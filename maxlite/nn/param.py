@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
@@ -14,7 +15,7 @@ def param(
     *,
     dtype: str,
     fan_in: int | None = None,
-    value: float = 1.0,
+    value: float | np.ndarray = 1.0,
 ) -> nnx.Param:
     """Declares a weight whose dimensions are named `axes`.
 

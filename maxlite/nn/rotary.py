@@ -59,4 +59,5 @@ def rope_scaling(model: ModelConfig) -> RopeScaling | None:
         mscale=model.mscale,
         mscale_all_dim=model.rope_mscale_all_dim,
         attention_factor=model.rope_attention_factor,
+        share=model.partial_rotary_factor,
     )

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 # A larger block gains no speed on a CPU, and wastes more where an expert's rows do not fill it.
 LARGEST_BLOCK = 256
 # Blocks of up to so many rows read a matrix in slices of so many bytes.
-FEW_ROWS = 8
-SLICE_BYTES = 256 * 1024
+FEW_ROWS = 16
+SLICE_BYTES = 128 * 1024
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "order", "inverse"], meta_fields=["blocks"])
@@ -120,10 +120,10 @@ def _product_backward(
     blocks: tuple[int, ...], residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     by_loop = functools.partial(_loop_gradients, blocks)
-    return (
-        *jax.lax.platform_dependent(*residuals, gradient, cpu=by_loop, default=_ragged_gradients),
-        None,
+    rows_gradient, kernel_gradient = jax.lax.platform_dependent(
+        *residuals, gradient, cpu=by_loop, default=_ragged_gradients
     )
+    return rows_gradient, kernel_gradient, None
 
 
 _product.defvjp(_product_forward, _product_backward)

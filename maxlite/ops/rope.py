@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROPE_SCALING_KINDS = ("none", "linear", "llama3", "yarn")
+ROPE_SCALING_KINDS = ("none", "linear", "llama3", "yarn", "proportional")
 
 # Two bounds of yarn's ramp that fall together are held this far apart, in pairs of features; the published models were
 # trained with this number.
@@ -18,8 +18,8 @@ LEAST_RAMP = 0.001
 class RopeScaling:
     """How rotary frequencies are stretched to a longer context than the model was pretrained on.
 
-    kind: "none", "linear" (Position Interpolation, arXiv:2306.15595), "llama3" (Llama 3.1, arXiv:2407.21783) or "yarn"
-        (arXiv:2309.00071).
+    kind: "none", "linear" (Position Interpolation, arXiv:2306.15595), "llama3" (Llama 3.1, arXiv:2407.21783), "yarn"
+        (arXiv:2309.00071) or "proportional" (Gemma 4), in which the slowest pairs stand still.
     factor: how many times longer the context becomes.
     low_freq_factor, high_freq_factor: llama3 only; a wavelength longer than original / low is stretched in full, one
         shorter than original / high is kept, those between are blended.
@@ -29,6 +29,7 @@ class RopeScaling:
     truncate: yarn only; widen the blended range to whole pairs.
     mscale, mscale_all_dim: yarn only; weights of the logarithm in `rotation_factor` and `softmax_factor`.
     attention_factor: yarn only; `rotation_factor` itself, None for the formula.
+    share: proportional only; the share of the pairs that turns.
     Raises ValueError for numbers that have no meaning.
     """
 
@@ -43,6 +44,7 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse numbers that have no meaning."""
@@ -140,6 +142,9 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None = No
         frequencies = _llama3_frequencies(frequencies, scaling)
     elif scaling is not None and scaling.kind == "yarn":
         frequencies = _yarn_frequencies(frequencies, theta, scaling)
+    elif scaling is not None and scaling.kind == "proportional":
+        frequencies = frequencies / scaling.factor
+        frequencies[int(scaling.share * dim // 2) :] = 0.0
     return frequencies.astype(np.float32)
 
 

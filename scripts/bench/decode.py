@@ -1,6 +1,6 @@
 """Times warm decoding on bench-small, or of a Hugging Face folder, and prints one JSON object; compiling is left out.
 
-usage: python scripts/bench/decode.py [--folder DIR] [--batch 1 8] [--prompt 128] [--new 128] [--repeats 3] [key=value ...]
+usage: python scripts/bench/decode.py [--folder DIR] [--batch 1 8] [--prompt 128] [--new 128] [--repeats 3] [key=value]
 CPU milliseconds count all threads of the process; the best of the repeats is given, since other load only adds. For one
 thread, run it under `taskset -c 0`.
 """

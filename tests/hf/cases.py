@@ -215,6 +215,60 @@ GEMMA = {
     ),
 }  # fmt: skip
 
+GEMMA4 = {**GEMMA_SIZES, "num_hidden_layers": 7, "sliding_window": 8, "final_logit_softcapping": 3.0,
+          "global_head_dim": 24, "rms_norm_eps": 0.01}  # fmt: skip
+GEMMA4_SHARED = {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=20)
+
+
+def gemma4_rope(theta: float = 1e6, local_theta: float = 1e4, share: float = 0.25, **factor: float) -> dict[str, Any]:
+    full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": theta, **factor}
+    return {
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        }
+    }
+
+
+GEMMA |= {
+    "gemma4": Case(
+        "Gemma4TextConfig",
+        {**GEMMA4_SHARED, "hidden_size_per_layer_input": 0},
+        ({"attention_k_eq_v": False}, {"final_logit_softcapping": None}, {"sliding_window": 9}, {"global_head_dim": 16},
+         gemma4_rope(theta=1e3), gemma4_rope(local_theta=1e6), gemma4_rope(share=0.5)),
+        ("q_norm", "k_norm", "pre_feedforward_layernorm", "post_attention_layernorm", "layers.3.layer_scalar"),
+        {"global_head_dim": 24, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    ),
+    "gemma4-moe": Case(
+        "Gemma4TextConfig",
+        {**GEMMA4_SHARED, **GEMMA4_EXPERTS, "hidden_size_per_layer_input": 0, "num_key_value_heads": 4,
+         "num_global_key_value_heads": 2, "num_hidden_layers": 4,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        ({"top_k_experts": 2}, {"enable_moe_block": False}),
+        ("router.proj", "router.scale", "router.per_expert_scale", "experts.gate_up_proj", "mlp.gate_proj",
+         "post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2",
+         "pre_feedforward_layernorm.", "post_feedforward_layernorm."),
+        {"global_head_dim": 24, "num_global_key_value_heads": 2},
+    ),
+    "gemma4-unshared": Case(
+        "Gemma4TextConfig",
+        {**GEMMA4, **gemma4_rope(share=0.5, factor=2.0), "hidden_size_per_layer_input": 0, "attention_bias": True,
+         "num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        (gemma4_rope(share=0.5), {"attention_bias": False}),
+        ("v_proj",),
+        {"global_head_dim": 24, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedTextConfig",
+        {**GEMMA4_SHARED, "num_hidden_layers": 6},
+        ({"attention_k_eq_v": False}, {"sliding_window": 9}),
+        ("layer_scalar",),
+        {"global_head_dim": 24, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+         "enable_moe_block": False, "num_experts": None, "vocab_size_per_layer_input": 262144},
+    ),
+}  # fmt: skip
+
 LLAMA4_SIZES = {**SIZES, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4}
 LLAMA4 = {
     "llama4-scout": Case(

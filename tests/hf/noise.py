@@ -1,5 +1,6 @@
 """Seeded weights of the tiny reference models, a function of a tensor's name, and the noise of low precision."""
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -20,9 +21,9 @@ def noise(name: str, shape: Sequence[int], kind: str = "plain") -> np.ndarray:
 
 def noise_kind(name: str, model_type: str) -> str:
     """Returns the kind of noise that a tensor of a file gets. A norm that is stored as an offset from one is plain."""
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", ".layer_scalar", ".scale", ".per_expert_scale")):
         return "scale"
-    if name.endswith("norm.weight"):
+    if re.search(r"norm(_\d)?\.weight$", name):
         return "plain" if model_type in OFFSET_NORMS else "scale"
     return "plain"
 

@@ -22,4 +22,6 @@ def test_norms_are_around_one_unless_they_are_offsets():
     assert noise_kind("model.layers.0.input_layernorm.weight", "llama") == "scale"
     assert noise_kind("model.layers.0.input_layernorm.weight", "gemma2") == "plain"
     assert noise_kind("model.layers.0.self_attn.q_proj.weight", "llama") == "plain"
+    for name in ("post_feedforward_layernorm_1.weight", "layer_scalar", "router.scale", "router.per_expert_scale"):
+        assert noise_kind(f"model.layers.0.{name}", "gemma4_text") == "scale"
     assert 0.9 < noisy_tensors({"model.norm.weight": (64,)}, "llama")["model.norm.weight"].mean() < 1.1
