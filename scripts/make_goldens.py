@@ -103,8 +103,10 @@ def old_spelling(config: Mapping[str, Any], case: Case) -> dict[str, Any]:
     old |= {"torch_dtype": config["dtype"], "transformers_version": "4.46.0"}
     ropes = config["rope_parameters"]
     main = ropes.get("full_attention", ropes)
-    scaling = {key: value for key, value in main.items() if key != "rope_theta"}
+    scaling = {key: value for key, value in main.items() if key not in ("rope_theta", "partial_rotary_factor")}
     old |= {"rope_theta": main["rope_theta"], "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+    if "partial_rotary_factor" in main:
+        old["partial_rotary_factor"] = main["partial_rotary_factor"]
     model_type = config["model_type"]
     if model_type == "gemma3_text":
         old |= {"rope_local_base_freq": ropes["sliding_attention"]["rope_theta"], "sliding_window_pattern": 6}

@@ -15,6 +15,7 @@ from maxlite.hf.family_dense import (
 from maxlite.hf.family_experts import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, LLAMA4, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from maxlite.hf.family_gemma4 import GEMMA4, GEMMA4_UNIFIED
 from maxlite.hf.family_lines import Family
+from maxlite.hf.family_qwen3_next import QWEN3_NEXT
 
 # In this order: a model that several of them can express is written as the first.
 FAMILIES: tuple[Family, ...] = (
@@ -33,6 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     OLMOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,

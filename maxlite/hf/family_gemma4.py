@@ -22,6 +22,11 @@ from maxlite.hf.rope_json import Rope
 
 _OVERRIDES = {"head_dim": "global_head_dim", "num_key_value_heads": "global_num_kv_heads"}
 _DEFAULT_GLOBAL_HEAD_DIM = 512
+_EXPERT_SIZES = {
+    "num_experts": "num_experts",
+    "top_k_experts": "num_experts_per_tok",
+    "moe_intermediate_size": "moe_mlp_dim",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +39,17 @@ class _FullLayers:
         overrides = reader.take_given("per_layer_config")
         if overrides is None:
             width = _DEFAULT_GLOBAL_HEAD_DIM if width is ABSENT else width
+            read = {"head_dim": width}
             # transformers looks at the number only where keys are values.
-            number = number if keys["share_kv_projections"] else None
-            read = {"head_dim": width, "num_key_value_heads": number}
+            if number is not None and keys["share_kv_projections"]:
+                read["num_key_value_heads"] = number
         else:
             read = self._of_full_layers(overrides, reader, keys)
         for theirs, value in read.items():
-            if value is not None and (not is_count(value) or value == 0):
+            if is_count(value) and value > 0:
+                keys[_OVERRIDES[theirs]] = value
+            else:
                 reader.refuse(f"{theirs}={value!r} of full_attention layers: it must be a whole number above 0")
-                value = None
-            keys[_OVERRIDES[theirs]] = value
 
     def write(self, model: ModelConfig, json: Json) -> None:
         """Writes the first spelling, which all versions read."""
@@ -54,10 +60,13 @@ class _FullLayers:
     def _of_full_layers(given: Any, reader: ConfigReader, keys: ModelKeys) -> dict[str, Any]:
         """What all full layers, and no others, have in per_layer_config."""
         pattern = keys["attention_pattern"]
-        full = [str(n) for n in range(keys["num_decoder_layers"]) if pattern[n % len(pattern)] == "full"]
-        same = given.get(full[-1], {}) if isinstance(given, dict) else None
+        full = [n for n in range(keys["num_decoder_layers"]) if pattern[n % len(pattern)] == "full"]
+        # transformers fills up the numbers with zeros to one length.
+        known = isinstance(given, dict) and all(n.isdecimal() for n in given)
+        layers = {int(n): value for n, value in given.items()} if known else {-1: given}
+        same = layers.get(full[-1], {})
         wanted = dict.fromkeys(full, same) if same else {}
-        if not isinstance(same, dict) or same.keys() - _OVERRIDES.keys() or given != wanted:
+        if not isinstance(same, dict) or same.keys() - _OVERRIDES.keys() or layers != wanted:
             reader.refuse(
                 f"per_layer_config={given!r}: it may say {' and '.join(_OVERRIDES)} of the full_attention layers, the "
                 "same of all of them, and nothing else"
@@ -70,17 +79,11 @@ class _FullLayers:
 class _ExpertsBeside:
     """enable_moe_block: whether the dense MLP of every layer has experts beside it, and how many of what width."""
 
-    names = (
-        ("num_experts", "num_experts"),
-        ("top_k_experts", "num_experts_per_tok"),
-        ("moe_intermediate_size", "moe_mlp_dim"),
-    )
-
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads the kind of all layers and the experts' sizes, which count for nothing if there are none."""
         enabled = reader.take_bool("enable_moe_block", False)
         keys["mlp_pattern"] = ("dense_and_moe",) if enabled else ("dense",)
-        for theirs, ours in self.names:
+        for theirs, ours in _EXPERT_SIZES.items():
             value = reader.take_given(theirs)
             if enabled and not (is_count(value) and value > 0):
                 reader.refuse(f"{theirs}={value!r}: with enable_moe_block it must be a whole number above 0")
@@ -90,7 +93,7 @@ class _ExpertsBeside:
     def write(self, model: ModelConfig, json: Json) -> None:
         """Writes all four keys."""
         json["enable_moe_block"] = enabled = "dense_and_moe" in model.mlp_pattern
-        for theirs, ours in self.names:
+        for theirs, ours in _EXPERT_SIZES.items():
             json[theirs] = getattr(model, ours) if enabled else None
 
 

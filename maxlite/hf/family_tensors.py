@@ -84,7 +84,7 @@ _ROUTER = _layer("mlp.gate.weight", "mlp/router/kernel")
 _COMPUTED = Ignored(r"(.*\.)?rotary_emb\.inv_freq", "rotary frequencies are worked out from config.json")
 _TIED_COPY = (("lm_head.weight", "model.embed_tokens.weight"),)
 _PREDICTION = Ignored(r"mtp\..*", "multi-token prediction, without which the model answers")
-_VISION = "part of the vision model, without which the text model answers"
+_VISION = "part of the model of images or sound, without which the text model answers"
 # Where versions of transformers have put the text model in a multimodal folder.
 _TEXT_MODEL = (
     r"^(model\.language_model\.model|model\.language_model|language_model\.model\.model|language_model\.model)\."

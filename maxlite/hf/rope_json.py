@@ -33,6 +33,7 @@ _DEFAULTS = {
     "rope_truncate": True,
     "rope_attention_factor": None,
 }
+_PARTIAL = "partial_rotary_factor"
 _WHOLE_HEADS = "this family turns whole heads, so it must be 1"
 
 
@@ -43,7 +44,8 @@ class Rope:
     theta: the base of a config.json that names none. local_theta: that of sliding layers. nested: rope_parameters
     has one entry for full and one for sliding layers, and the old spelling scales the full ones only. local_name: the
     old spelling's key for the base of the sliding layers. absent: the parameters of a config.json without any.
-    new_only: the family is younger than the old spelling, which transformers would pass over.
+    new_only: the family is younger than the old spelling, which transformers would pass over. partial: the share of a
+    head that turns in a config.json that does not say it; None: the family turns whole heads.
     """
 
     theta: float = 10000.0
@@ -52,10 +54,12 @@ class Rope:
     local_name: str | None = None
     absent: Mapping[str, Any] | None = None
     new_only: bool = False
+    partial: float | None = None
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads all rotary keys, from either spelling, or from both if they agree."""
-        if (partial := reader.take_given("partial_rotary_factor")) not in (None, 1):
+        partial = reader.take_given("partial_rotary_factor")
+        if self.partial is None and partial not in (None, 1):
             reader.refuse(f"partial_rotary_factor={partial!r} is not supported; {_WHOLE_HEADS}")
         new = self._new_spelling(reader, keys)
         old = None if self.new_only else self._old_spelling(reader, keys)
@@ -70,6 +74,10 @@ class Rope:
                     )
         read = new or old or self._flat(self.absent or {}, "rope_parameters", reader, keys)
         read.setdefault("rope_max_timescale", self.theta)
+        if self.partial is not None:
+            share = self.partial if partial is None else _parse(_PARTIAL, partial, _PARTIAL, reader)
+            if read.setdefault(_PARTIAL, share) != share and partial is not None:
+                reader.refuse(f"partial_rotary_factor={partial!r}, but in rope_parameters it is {read[_PARTIAL]!r}")
         if self.nested:
             local = self.local_theta if self.local_theta is not None else read["rope_max_timescale"]
             read.setdefault("local_rope_max_timescale", local)
@@ -78,8 +86,8 @@ class Rope:
     def write(self, model: ModelConfig, json: Json) -> None:
         """Writes the new spelling."""
         full = {"rope_type": model.rope_type, "rope_theta": model.rope_max_timescale}
-        if model.rope_type == PROPORTIONAL:
-            full |= {"partial_rotary_factor": model.partial_rotary_factor}
+        if model.rope_type == PROPORTIONAL or self.partial is not None:
+            full |= {_PARTIAL: model.partial_rotary_factor}
         for key in ROPE_KEYS[model.rope_type]:
             # What older versions have no word for is written only where it says something.
             value = getattr(model, key)
@@ -142,7 +150,9 @@ class Rope:
         partial = given.get("partial_rotary_factor")
         if kinds[0] == PROPORTIONAL:
             share = 1.0 if partial is None else partial
-            read["partial_rotary_factor"] = _parse("partial_rotary_factor", share, name, reader)
+            read[_PARTIAL] = _parse(_PARTIAL, share, name, reader)
+        elif self.partial is not None:
+            read |= {} if partial is None else {_PARTIAL: _parse(_PARTIAL, partial, f"{name}.{_PARTIAL}", reader)}
         elif partial not in (None, 1):
             reader.refuse(f"{name}.partial_rotary_factor={partial!r} is not supported; {_WHOLE_HEADS}")
         for key in ROPE_KEYS[kinds[0]]:

@@ -9,8 +9,9 @@ from maxlite.config.schema import REMAT_POLICY_NAMES
 
 # Latent attention has latents besides: narrow, and the way to all heads.
 _QKV = ("query_proj", "key_proj", "value_proj", "query_wa_proj", "kv_wa_proj")
-_MLP_IN = ("mlpwi_0", "mlpwi_1")
-_MATMULS = (*_QKV, "out_proj", *_MLP_IN, "mlpwo")
+_MLP_IN = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
+_MLP_OUT = ("mlpwo", "moe_mlpwo")
+_MATMULS = (*_QKV, "out_proj", *_MLP_IN, *_MLP_OUT)
 
 # Names of the tensors that stay on the device; everything else is computed again.
 SAVED_NAMES: dict[str, tuple[str, ...]] = {
@@ -18,7 +19,7 @@ SAVED_NAMES: dict[str, tuple[str, ...]] = {
     "minimal": _MATMULS,
     "minimal_with_context": (*_MATMULS, "context"),
     "save_dot_except_mlp": (*_QKV, "out_proj"),
-    "save_dot_except_mlpwi": (*_QKV, "out_proj", "mlpwo"),
+    "save_dot_except_mlpwi": (*_QKV, "out_proj", *_MLP_OUT),
     "save_dot_with_context_except_mlp": (*_QKV, "context", "out_proj"),
     "save_qkv_proj": _QKV,
     "save_out_proj": ("out_proj",),

@@ -2,14 +2,15 @@
 
 usage: python scripts/bench/moe.py [--tokens 2048 1 8] [--repeats 10] [key=value ...]
 The layer is bench-moe's: width 512, 8 experts of hidden width 768, top 2, float32. For each number of tokens:
-forward, and (with 64 tokens or more) forward and backward; seconds are wall time and CPU seconds are of all threads of
-the process, the best of the repeats, since other load only adds. A ratio of CPU seconds is MoE / dense. The dense MLP
-reads as many weights as one token's experts; of a few tokens the layer may read more.
+forward, and (with 64 tokens or more) forward and backward, a step. Wall milliseconds are the best of the repeats, since
+other load only adds; CPU milliseconds count all threads of the process, and are the median. A ratio is MoE / dense in
+CPU time. The dense MLP reads as many weights as one token's experts do; several tokens may make the layer read more.
 """
 
 import argparse
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 
@@ -49,7 +50,7 @@ def programs(layer: nnx.Module, x: jax.Array) -> dict[str, Callable[[], jax.Arra
 
 
 def measure(calls: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str, tuple[float, float]]:
-    """(wall seconds, CPU seconds) of each call, taken in turn."""
+    """(least wall seconds, median CPU seconds) of each call, taken in turn."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
@@ -58,7 +59,9 @@ def measure(calls: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str
             # The first run is not counted: it touches memory for the first time.
             if repeat:
                 times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return {name: (min(wall for wall, _ in row), min(cpu for _, cpu in row)) for name, row in times.items()}
+    return {
+        name: (min(wall for wall, _ in row), statistics.median(cpu for _, cpu in row)) for name, row in times.items()
+    }
 
 
 def main() -> None:

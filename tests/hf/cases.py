@@ -168,6 +168,36 @@ QWEN = {
     ),
 }  # fmt: skip
 
+# Interval 3, and 4 layers: the full one is neither first nor last. Heads of every kind have widths of their own. A small
+# epsilon would blow up the rounding of the norm after the memory.
+QWEN3_NEXT = {
+    **SIZES, **rope(partial_rotary_factor=0.5), **QWEN_MOE, "rms_norm_eps": 0.1, "head_dim": 24,
+    "shared_expert_intermediate_size": 48, "mlp_only_layers": [], "num_hidden_layers": 4, "full_attention_interval": 3,
+    "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}  # fmt: skip
+NEXT_LAYERS = ["full_attention"] * 2 + ["linear_attention"] * 2
+NEXT = {
+    "qwen3-next": Case(
+        "Qwen3NextConfig",
+        QWEN3_NEXT,
+        (rope(partial_rotary_factor=0.25), rope(theta=1e6, partial_rotary_factor=0.5), {"norm_topk_prob": False},
+         {"rms_norm_eps": 1e-5}),
+        ("q_norm", "k_norm", "A_log", "dt_bias", "conv1d", "linear_attn.norm", "in_proj_ba", "shared_expert_gate",
+         "input_layernorm"),
+        old={"full_attention_interval": 3, "use_sliding_window": False},
+    ),
+    "qwen3-next-mixed": Case(
+        "Qwen3NextConfig",
+        {**QWEN3_NEXT, **rope(theta=1e6, partial_rotary_factor=0.25), "layer_types": NEXT_LAYERS,
+         "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+         "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True},
+        ({"attention_bias": False}, {"mlp_only_layers": []}, {"norm_topk_prob": True}),
+        ("q_proj.bias", "o_proj.bias", "conv1d"),
+        old={"layer_types": NEXT_LAYERS},
+    ),
+}  # fmt: skip
+
 # The square root of 60 is not a bfloat16 number.
 GEMMA_SIZES = {**SIZES, "rms_norm_eps": 0.1, "hidden_size": 60, "head_dim": 16, "tie_word_embeddings": True,
                "pad_token_id": 0}  # fmt: skip
@@ -245,7 +275,7 @@ GEMMA |= {
         {**GEMMA4_SHARED, **GEMMA4_EXPERTS, "hidden_size_per_layer_input": 0, "num_key_value_heads": 4,
          "num_global_key_value_heads": 2, "num_hidden_layers": 4,
          "layer_types": ["sliding_attention", "full_attention"] * 2},
-        ({"top_k_experts": 2}, {"enable_moe_block": False}),
+        ({"top_k_experts": 2},),
         ("router.proj", "router.scale", "router.per_expert_scale", "experts.gate_up_proj", "mlp.gate_proj",
          "post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2",
          "pre_feedforward_layernorm.", "post_feedforward_layernorm."),
@@ -402,7 +432,7 @@ OLMO = {
     ),
 }
 
-CASES: dict[str, Case] = {**LLAMA, **MISTRAL, **QWEN, **GEMMA, **LLAMA4, **DEEPSEEK, **GPT_OSS, **OLMO}
+CASES: dict[str, Case] = {**LLAMA, **MISTRAL, **QWEN, **NEXT, **GEMMA, **LLAMA4, **DEEPSEEK, **GPT_OSS, **OLMO}
 
 LONG_PROMPTS = (
     [(7 * i * i + 3 * i + 5) % 128 for i in range(48)],

@@ -8,7 +8,7 @@ import numpy as np
 
 # Far from a default start (norms all one, matrices near zero), which hides most mistakes.
 DEVIATION = 0.15
-OFFSET_NORMS = ("gemma", "gemma2", "gemma3_text")
+OFFSET_NORMS = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
 
 
 def noise(name: str, shape: Sequence[int], kind: str = "plain") -> np.ndarray:
@@ -21,7 +21,7 @@ def noise(name: str, shape: Sequence[int], kind: str = "plain") -> np.ndarray:
 
 def noise_kind(name: str, model_type: str) -> str:
     """Returns the kind of noise that a tensor of a file gets. A norm that is stored as an offset from one is plain."""
-    if name.endswith(("sinks", ".layer_scalar", ".scale", ".per_expert_scale")):
+    if name.endswith(("sinks", ".layer_scalar", ".scale", ".per_expert_scale", "conv1d.weight", "linear_attn.norm.weight")):
         return "scale"
     if re.search(r"norm(_\d)?\.weight$", name):
         return "plain" if model_type in OFFSET_NORMS else "scale"

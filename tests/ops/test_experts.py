@@ -92,6 +92,16 @@ def test_the_ways_of_a_cpu_and_of_an_accelerator_agree(name):
     np.testing.assert_allclose(kernel_gradient, ragged_kernel_gradient, atol=1e-5)
 
 
+@pytest.mark.parametrize(("fitting", "height"), [(0, 1), (4, 3), (9, 6)])
+def test_few_rows_read_a_matrix_in_slices_that_divide_it(fitting, height, monkeypatch):
+    experts, slots, kernel, bias, _ = inputs("decoding")
+    monkeypatch.setattr(ops, "SLICE_BYTES", fitting * HIDDEN * 4)
+    program = jax.jit(lambda *args: run(*args)).lower(experts, slots, kernel, bias)
+    assert f"sizes = [1, {height}, {HIDDEN}]" in program.as_text()
+    expected = run_densely(experts, slots, kernel, bias)
+    np.testing.assert_allclose(program.compile()(experts, slots, kernel, bias), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(("platform", "is_ragged"), [("cpu", False), ("tpu", True), ("cuda", True)])
 def test_the_platform_that_is_compiled_for_decides(platform, is_ragged):
     experts, slots, kernel, bias, _ = inputs("a few rows each")
