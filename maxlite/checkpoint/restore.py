@@ -1,6 +1,7 @@
 """Reads a checkpoint: a whole step, or its parameters alone, into the shardings that are wanted now."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,15 @@ def restore_step(folder: Path, abstract_items: Any) -> tuple[Any, dict[str, Any]
     there are parameters alone.
     """
     verify_files(folder)
-    saved = _shapes(folder)
-    if not any(path.startswith(f"{OPTIMIZER_STATE}/") for path in saved):
+    saved, wanted = _shapes(folder), leaf_paths(abstract_items)
+    if _has_training(wanted) and not _has_training(saved):
         run = folder.parents[1]
         raise CheckpointError(
             f"checkpoint {folder} holds parameters alone, as an imported model's does, so there is no training to go on "
             f"with. Begin one from them: maxlite train base.yml model={run}/model.yml load_parameters_path={run} "
             "run_name=NEW."
         )
-    check_shapes(saved, leaf_paths(abstract_items), f"checkpoint {folder}")
+    check_shapes(saved, wanted, f"checkpoint {folder}")
     return _read_arrays(folder, abstract_items), _read_data_state(folder)
 
 
@@ -89,6 +90,10 @@ def parameters_folder(path: str | Path) -> Path:
         f"no parameters at {given}: {found}. Give a run directory (its newest checkpoint is read) "
         f"or one checkpoint, RUN/{CHECKPOINTS}/<step>."
     )
+
+
+def _has_training(paths: Iterable[str]) -> bool:
+    return any(path.startswith(f"{OPTIMIZER_STATE}/") for path in paths)
 
 
 def _shapes(folder: Path) -> dict[str, ArrayShape]:

@@ -58,19 +58,9 @@ _WRAPPER_KEYS = frozenset(
     {
         "text_config",
         "vision_config",
-        "audio_config",
-        "vision_soft_tokens_per_image",
         "boi_token_index",
         "eoi_token_index",
         "image_token_index",
-        "boi_token_id",
-        "eoi_token_id",
-        "image_token_id",
-        "video_token_id",
-        "boa_token_id",
-        "eoa_token_id",
-        "eoa_token_index",
-        "audio_token_id",
         "mm_tokens_per_image",
         "tie_word_embeddings",
     }
@@ -197,7 +187,7 @@ def _choose_family(json: Mapping[str, Any], where: str) -> tuple[Family, Mapping
         inner = json.get("text_config")
         if not isinstance(inner, dict):
             raise ConversionError(f"{where}: model_type {kind} needs an object text_config.")
-        unknown = sorted(json.keys() - _WRAPPER_KEYS - IGNORED_KEYS)
+        unknown = sorted(json.keys() - _WRAPPER_KEYS - family.wrapper_keys - IGNORED_KEYS)
         problems += [f"{where}: the key {name}={json[name]!r} is not known for model_type {kind}." for name in unknown]
         text = dict(inner)
         tied = json.get("tie_word_embeddings")

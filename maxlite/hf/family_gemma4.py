@@ -135,8 +135,12 @@ def _gemma4(length: int, window: int) -> tuple[Line, ...]:
     )
 
 
-# Rows of a table that only models with hidden_size_per_layer_input have.
-_IGNORED = frozenset({"vocab_size_per_layer_input"})
+# Rows of a table that only models with hidden_size_per_layer_input have, and a width that nothing reads.
+_IGNORED = frozenset({"vocab_size_per_layer_input", "expert_intermediate_size"})
+_AROUND = frozenset(
+    {"audio_config", "vision_soft_tokens_per_image", "eoa_token_index"}
+    | {f"{token}_token_id" for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")}
+)
 GEMMA4 = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -152,6 +156,7 @@ GEMMA4 = Family(
     ignored_keys=_IGNORED,
     wrapper="gemma4",
     wrapper_architecture="Gemma4ForConditionalGeneration",
+    wrapper_keys=_AROUND,
 )
 GEMMA4_UNIFIED = Family(
     "gemma4_unified_text",
@@ -168,4 +173,5 @@ GEMMA4_UNIFIED = Family(
     ignored_keys=_IGNORED,
     wrapper="gemma4_unified",
     wrapper_architecture="Gemma4UnifiedForConditionalGeneration",
+    wrapper_keys=_AROUND,
 )

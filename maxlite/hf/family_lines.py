@@ -15,8 +15,9 @@ class Family:
     architecture: the class that opens it. lines: its config.json, in the order of reading, since a default may be
     worked out from keys before it. table: its tensors. ignored_keys: keys of its config.json that change nothing,
     besides those that change nothing anywhere. aliases: other model_types that mean the same. wrapper: the model_type
-    of multimodal folders whose text part this is, and wrapper_architecture their class. whole_heads: transformers
-    refuses a hidden_size that is not a multiple of the number of heads.
+    of multimodal folders whose text part this is, wrapper_architecture their class, and wrapper_keys what they have
+    around the text part that others have not. whole_heads: transformers refuses a hidden_size that is not a multiple of
+    the number of heads.
     """
 
     model_type: str
@@ -27,6 +28,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     wrapper: str | None = None
     wrapper_architecture: str | None = None
+    wrapper_keys: frozenset[str] = frozenset()
     whole_heads: bool = False
 
 

@@ -85,7 +85,7 @@ def _description(name: str, config: Config) -> dict[str, Any]:
 
 
 def _has_dense_layers(row: dict[str, Any]) -> bool:
-    return "dense" in row["mlp_pattern"] or row["num_dense_layers"] > 0
+    return set(row["mlp_pattern"]) != {"moe"} or row["num_dense_layers"] > 0
 
 
 def _was_set(config: Config, key: str) -> bool:

@@ -7,8 +7,8 @@ import jax
 
 from maxlite.config.schema import REMAT_POLICY_NAMES
 
-# Latent attention has latents besides: narrow, and the way to all heads.
-_QKV = ("query_proj", "key_proj", "value_proj", "query_wa_proj", "kv_wa_proj")
+# Latent attention has latents besides: narrow, and the way to all heads. A gate is as wide as the queries.
+_QKV = ("query_proj", "key_proj", "value_proj", "query_wa_proj", "kv_wa_proj", "gate_proj")
 _MLP_IN = ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 _MLP_OUT = ("mlpwo", "moe_mlpwo")
 _MATMULS = (*_QKV, "out_proj", *_MLP_IN, *_MLP_OUT)

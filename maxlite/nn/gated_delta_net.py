@@ -150,9 +150,10 @@ class GatedDeltaNet(nnx.Module):
             )
         )
         # As in a recurrence in continuous time: at a rate of its own, for as long as this token's step lasts.
-        step = self.step(x).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
+        step, beta = (checkpoint_name(_placed(y), "gate_proj") for y in (self.step(x), self.beta(x)))
+        step = step.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
         log_decay = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * jax.nn.softplus(step)
-        beta = jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         log_decay, beta = (jnp.where(real[:, :, None, None], part, 0.0) for part in (log_decay, beta))
         return DeltaInputs(_unit(query) * query.shape[-1] ** -0.5, _unit(key), value, log_decay, beta)
 

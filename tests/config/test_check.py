@@ -6,13 +6,22 @@ from maxlite.errors import ConfigError
 
 MOE = ("num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16")
 GROUPS = ("n_routing_groups=4", "topk_routing_group=2", "router_group_score=top2_sum")
+LOCAL = ("attention_pattern=local", "sliding_window_size=4")
 MLA = (
     "attention_pattern=mla", "kv_lora_rank=8", "qk_nope_head_dim=12", "qk_rope_head_dim=4", "v_head_dim=8", "head_dim=16",
+)  # fmt: skip
+GDN = (
+    "attention_pattern=gated_delta_net,full", "gdn_conv_kernel_dim=4", "gdn_num_key_heads=2", "gdn_num_value_heads=4",
+    "gdn_key_head_dim=8", "gdn_value_head_dim=8",
 )  # fmt: skip
 # For each rule: overrides that break it, and the words that its message must hold.
 BROKEN = {
     "check_heads": [
         (["num_query_heads=6", "num_kv_heads=4"], ["num_query_heads=6", "num_kv_heads=4"]),
+        (["global_num_kv_heads=3"], ["num_query_heads=8", "global_num_kv_heads=3"]),
+        ([*LOCAL, "global_num_kv_heads=4"], ["global_num_kv_heads", "no full layer"]),
+        ([*LOCAL, "global_head_dim=16"], ["global_head_dim", "no full layer"]),
+        ([*LOCAL, "share_kv_projections=true"], ["share_kv_projections", "no full layer"]),
     ],
     "check_layer_kinds": [
         (["attention_pattern=local"], ["attention_pattern", "sliding_window_size"]),
@@ -30,9 +39,16 @@ BROKEN = {
         ([*MLA, "head_dim=24"], ["head_dim=24", "qk_nope_head_dim + qk_rope_head_dim = 16"]),
         ([*MLA, "num_kv_heads=4"], ["num_kv_heads=4", "num_query_heads=8"]),
         ([*MLA, "use_qk_norm=true"], ["use_qk_norm", "mla"]),
+        ([*MLA, "use_v_norm=true"], ["use_v_norm", "mla"]),
         ([*MLA, "attention_sink=true"], ["attention_sink", "mla"]),
+        ([*MLA, "attention_output_gate=true"], ["attention_output_gate", "mla"]),
         ([*MLA, "attn_logits_soft_cap=2"], ["attn_logits_soft_cap", "mla"]),
         ([*MLA, "attention_pattern=mla,full"], ["attention_pattern", "[mla]"]),
+    ],
+    "check_delta_net": [
+        (["gdn_num_key_heads=2"], ["gdn_num_key_heads=2", "gated_delta_net"]),
+        (GDN[:3], ["attention_pattern", "gdn_num_value_heads, gdn_key_head_dim, gdn_value_head_dim"]),
+        ([*GDN, "gdn_num_value_heads=5"], ["gdn_num_value_heads=5", "gdn_num_key_heads=2"]),
     ],
     "check_experts": [
         (["mlp_pattern=moe", *MOE[1:]], ["mlp_pattern", "num_experts is not set"]),
@@ -50,7 +66,10 @@ BROKEN = {
         ),
         (["mlp_pattern=moe", *MOE, "shared_expert_gate=true"], ["shared_expert_gate", "shared_expert_mlp_dim"]),
     ],
-    "check_norms": [(["use_pre_norms=false"], ["use_pre_norms", "use_post_norms"])],
+    "check_norms": [
+        (["use_pre_norms=false"], ["use_pre_norms", "use_post_norms"]),
+        (["mlp_pattern=dense_and_moe", *MOE], ["dense_and_moe", "use_post_norms=true"]),
+    ],
     "check_temperature": [(["temperature_tuning=true"], ["temperature_tuning", "nope"])],
     "check_rope": [
         (["rope_type=llama3"], ["rope_type=llama3", "original_max_position_embeddings"]),
@@ -66,6 +85,7 @@ BROKEN = {
         ),
         (["local_rope_max_timescale=1e4"], ["local_rope_max_timescale", "local"]),
         (["head_dim=15"], ["head_dim", "15", "even"]),
+        (["global_head_dim=15"], ["head_dim", "15", "even"]),
         (["partial_rotary_factor=0.3"], ["partial_rotary_factor", "7", "even"]),
         ([*MLA, "partial_rotary_factor=0.5"], ["partial_rotary_factor", "qk_rope_head_dim"]),
         (
@@ -140,7 +160,11 @@ def test_a_broken_rule_is_one_message_that_names_the_keys(overrides, words):
     "overrides",
     [
         ["attention_pattern=local,full", "sliding_window_size=1"],
+        [*GDN, "attention_output_gate=true"],
+        [GDN[0], "gdn_conv_kernel_dim=1", "gdn_num_key_heads=4", *GDN[3:]],
         ["rope_type=linear", "rope_factor=2"],
+        ["rope_type=proportional", "partial_rotary_factor=0.3"],
+        ["mlp_pattern=dense_and_moe", *MOE, "num_dense_layers=1", "use_post_norms=true"],
         ["rope_type=llama3", "rope_factor=8", "original_max_position_embeddings=64"],
         ["max_target_length=4096"],
         ["lr_schedule_type=wsd", "warmup_steps_fraction=0.5", "wsd_decay_steps_fraction=0.5"],

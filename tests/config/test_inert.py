@@ -10,6 +10,14 @@ def test_keys_that_cannot_act_are_named_with_the_reason():
     ]
 
 
+def test_keys_of_softmax_attention_where_no_layer_has_it():
+    sizes = ["gdn_conv_kernel_dim=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8", "gdn_num_key_heads=2"]
+    given = [*sizes, "gdn_num_value_heads=2", "attention_sink=true", "attention_output_gate=true"]
+    alone = load_config("base.yml", [*given, "attention_pattern=gated_delta_net"], {})
+    assert inert_keys(alone) == ["No effect, because all layers are gated_delta_net: attention_sink, attention_output_gate"]
+    assert inert_keys(load_config("base.yml", [*given, "attention_pattern=gated_delta_net,full"], {})) == []
+
+
 def test_what_acts_and_what_only_stands_in_base_yml_is_not_named():
     assert inert_keys(load_config("base.yml", ["opt_type=sgd", "enable_checkpointing=false"], {})) == []
     assert inert_keys(load_config("base.yml", ["adam_b1=0.5", "profiler=xplane", "profiler_steps=2"], {})) == []

@@ -3,7 +3,11 @@ import pytest
 from maxlite.config.layers import (
     LayerSpec,
     attention_chunk,
+    attention_head_dim,
+    attention_kv_heads,
+    attention_shares_kv,
     attention_window,
+    has_experts,
     layer_groups,
     layer_places,
     layer_specs,
@@ -60,7 +64,26 @@ def test_only_local_layers_have_a_window(tiny_config):
 def test_only_chunked_layers_have_chunks_and_nope_layers_do_not_turn(tiny_config):
     model = tiny_config("attention_pattern=chunked,nope", "chunk_attn_window_size=8", "partial_rotary_factor=0.5").model
     assert [attention_chunk(model, kind) for kind in ("chunked", "nope")] == [8, None]
-    assert [rotary_dim(model, kind) for kind in ("chunked", "nope")] == [8, 0]
+    assert [rotary_dim(model, kind) for kind in ("chunked", "nope", "gated_delta_net")] == [8, 0, 0]
+
+
+def test_full_layers_may_have_heads_of_their_own(tiny_config):
+    pattern = ("attention_pattern=local,full", "sliding_window_size=4", "partial_rotary_factor=0.5")
+    model = tiny_config(*pattern, "global_head_dim=24", "global_num_kv_heads=1", "share_kv_projections=true").model
+    for kind, expected in (("local", (16, 2, False, 8)), ("full", (24, 1, True, 12))):
+        found = (attention_head_dim(model, kind), attention_kv_heads(model, kind), attention_shares_kv(model, kind))
+        assert (*found, rotary_dim(model, kind)) == expected
+    plain = tiny_config(*pattern).model
+    assert (attention_head_dim(plain, "full"), attention_kv_heads(plain, "full")) == (16, 2)
+    assert not attention_shares_kv(plain, "full")
+    # Of a proportional rotation the pairs that stand still are pairs too.
+    assert rotary_dim(tiny_config(*pattern, "rope_type=proportional").model, "full") == 16
+
+
+@pytest.mark.parametrize(("pattern", "expected"), [("dense", False), ("dense,moe", True), ("dense_and_moe", True)])
+def test_kinds_with_experts(tiny_config, pattern, expected):
+    sizes = MOE if expected else ()
+    assert has_experts(tiny_config(f"mlp_pattern={pattern}", "use_post_norms=true", *sizes).model) == expected
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,6 @@ def test_what_is_allowed_in_words():
     assert describe_allowed(KEYS["steps"]) == "a whole number, at least 1"
     assert describe_allowed(KEYS["init_weights_seed"]) == "a whole number, at least 0, at most 4294967295"
     assert describe_allowed(KEYS["profiler"]) == "one of xplane, or null"
-    assert describe_allowed(KEYS["attention_pattern"]) == "a list of full, local, chunked, nope, mla"
+    assert describe_allowed(KEYS["attention_pattern"]) == "a list of full, local, chunked, nope, mla, gated_delta_net"
     assert describe_allowed(KEYS["rope_factor"]) == "a number, above 0"
     assert all(describe_allowed(key) for key in KEYS.values())

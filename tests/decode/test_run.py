@@ -162,7 +162,7 @@ def test_out_of_memory_names_what_helps(tiny_run, decode, monkeypatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
-    monkeypatch.setattr(decode_run, "restore_parameters", fail)
+    monkeypatch.setattr(decode_run, "load_parameters", fail)
     with pytest.raises(OutOfMemoryError, match="(?s)allocating 9 bytes.*per_device_batch_size=1"):
         decode(tiny_run, "prompt_ids=1")
 

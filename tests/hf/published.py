@@ -29,6 +29,68 @@ def _gpt_oss_layers(number: int) -> list[str]:
     return ["sliding_attention", "full_attention"] * (number // 2)
 
 
+def _gemma4(model_type: str, architecture: str, **text: Any) -> dict[str, Any]:
+    number = text["num_hidden_layers"]
+    return {
+        "architectures": [architecture],
+        "audio_config": None,
+        "audio_token_id": 258881,
+        "boa_token_id": 256000,
+        "boi_token_id": 255999,
+        "dtype": "bfloat16",
+        "eoa_token_id": 258883,
+        "eoa_token_index": 258883,
+        "eoi_token_id": 258882,
+        "eos_token_id": [1, 106],
+        "image_token_id": 258880,
+        "initializer_range": 0.02,
+        "model_type": model_type,
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": False,
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(number)],
+            "max_position_embeddings": 262144,
+            "model_type": f"{model_type}_text",
+            "num_experts": None,
+            "num_kv_shared_layers": 0,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 1024,
+            "tie_word_embeddings": True,
+            "top_k_experts": None,
+            "use_bidirectional_attention": "vision",
+            "use_cache": True,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+            **text,
+        },
+        "tie_word_embeddings": True,
+        "transformers_version": "5.5.0.dev0",
+        "video_token_id": 258884,
+        "vision_config": {"model_type": f"{model_type}_vision"},
+        "vision_soft_tokens_per_image": 280,
+    }
+
+
+GEMMA4 = dict(
+    vocab_size=262144, head_dim=256, global_head_dim=512, max_position_embeddings=262144,
+    normalization_layer_epsilon=1e-6, scale_embeddings=True, mlp_activation="gelu_tanh", use_post_norms=True,
+    use_qk_norm=True, use_v_norm=True, share_kv_projections=True, query_pre_attn_scalar=1.0, use_layer_scalar=True,
+    attention_pattern=("local",) * 5 + ("full",), sliding_window_size=1024, final_logits_soft_cap=30.0,
+    rope_type="proportional", rope_max_timescale=1e6, local_rope_max_timescale=10000.0, partial_rotary_factor=0.25,
+)  # fmt: skip
 _FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -197,6 +259,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             num_experts_per_tok=8, moe_mlp_dim=2560,
         ),
     ),
+    "qwen3-next-80b-a3b": (
+        _file(
+            "Qwen3NextForCausalLM", "qwen3_next", attention_bias=False, decoder_sparse_step=1,
+            full_attention_interval=4, head_dim=256, hidden_act="silu", hidden_size=2048, intermediate_size=5120,
+            linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+            linear_value_head_dim=128, max_position_embeddings=262144, mlp_only_layers=[], moe_intermediate_size=512,
+            norm_topk_prob=True, num_attention_heads=16, num_experts=512, num_experts_per_tok=10,
+            num_hidden_layers=48, num_key_value_heads=2, output_router_logits=False, partial_rotary_factor=0.25,
+            rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000000, router_aux_loss_coef=0.001,
+            shared_expert_intermediate_size=512, tie_word_embeddings=False, use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        dict(
+            vocab_size=151936, emb_dim=2048, num_decoder_layers=48, num_query_heads=16, num_kv_heads=2, head_dim=256,
+            mlp_dim=5120, max_position_embeddings=262144, logits_via_embedding=False, rope_max_timescale=1e7,
+            normalization_layer_epsilon=1e-6, norm_scale_offset=1.0, use_qk_norm=True, attention_output_gate=True,
+            partial_rotary_factor=0.25, attention_pattern=("gated_delta_net",) * 3 + ("full",),
+            gdn_conv_kernel_dim=4, gdn_num_key_heads=16, gdn_num_value_heads=32, gdn_key_head_dim=128,
+            gdn_value_head_dim=128, mlp_pattern=("moe",), num_experts=512, num_experts_per_tok=10, moe_mlp_dim=512,
+            shared_expert_mlp_dim=512, shared_expert_gate=True,
+        ),
+    ),
     "gemma-2b": (
         _file(
             "GemmaForCausalLM", "gemma", attention_bias=False, head_dim=256, hidden_act="gelu",
@@ -275,6 +359,41 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             scale_embeddings=True, mlp_activation="gelu_tanh", use_post_norms=True, use_qk_norm=True,
             attention_pattern=("local",) * 5 + ("full",), sliding_window_size=1024, rope_max_timescale=1e6,
             local_rope_max_timescale=10000.0, rope_type="linear", rope_factor=8.0,
+        ),
+    ),
+    "gemma4-12b": (
+        _gemma4(
+            "gemma4_unified", "Gemma4UnifiedForConditionalGeneration", hidden_size=3840, intermediate_size=15360,
+            moe_intermediate_size=None, num_attention_heads=16,
+            num_global_key_value_heads=1, num_hidden_layers=48, num_key_value_heads=8,
+        ),
+        dict(
+            GEMMA4, emb_dim=3840, num_decoder_layers=48, num_query_heads=16, num_kv_heads=8, global_num_kv_heads=1,
+            mlp_dim=15360,
+        ),
+    ),
+    "gemma4-26b-a4b": (
+        _gemma4(
+            "gemma4", "Gemma4ForConditionalGeneration", enable_moe_block=True, hidden_size=2816,
+            intermediate_size=2112, moe_intermediate_size=704, num_attention_heads=16,
+            num_experts=128, num_global_key_value_heads=2, num_hidden_layers=30, num_key_value_heads=8,
+            top_k_experts=8,
+        ),
+        dict(
+            GEMMA4, emb_dim=2816, num_decoder_layers=30, num_query_heads=16, num_kv_heads=8, global_num_kv_heads=2,
+            mlp_dim=2112, mlp_pattern=("dense_and_moe",), num_experts=128, num_experts_per_tok=8, moe_mlp_dim=704,
+            scaled_router=True,
+        ),
+    ),
+    "gemma4-31b": (
+        _gemma4(
+            "gemma4", "Gemma4ForConditionalGeneration", expert_intermediate_size=None, hidden_size=5376,
+            intermediate_size=21504, num_attention_heads=32, num_global_key_value_heads=4,
+            num_hidden_layers=60, num_key_value_heads=16,
+        ),
+        dict(
+            GEMMA4, emb_dim=5376, num_decoder_layers=60, num_query_heads=32, num_kv_heads=16, global_num_kv_heads=4,
+            mlp_dim=21504,
         ),
     ),
     "llama4-17b-16e-instruct": (
@@ -519,6 +638,7 @@ NEW_ROPE: dict[str, dict[str, Any]] = {
     "llama2-7b": {"rope_theta": 10000.0, "rope_type": "default"},
     "llama3.1-8b": {**_LLAMA3_1_ROPE, "rope_theta": 500000.0},
     "qwen3-0.6b": {"rope_theta": 1000000, "rope_type": "default"},
+    "qwen3-next-80b-a3b": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
     "deepseek3-671b": {**_DEEPSEEK_YARN, "rope_theta": 10000, "rope_type": "yarn"},
     "gemma3-1b": {
         "full_attention": {"rope_theta": 1000000, "rope_type": "default"},
@@ -537,4 +657,4 @@ NEW_ROPE: dict[str, dict[str, Any]] = {
         "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
     },
 }
-OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")

@@ -331,6 +331,25 @@ BAD_ELSEWHERE = {
     "outer key": ("gemma3-12b", {"audio_config": {}}, "audio_config"),
     "no text": ("gemma3-12b", {"text_config": None}, "needs an object text_config"),
     "inner type": ("gemma3-12b", {"text_config": {"model_type": "gemma2"}}, "text_config.model_type='gemma2'"),
+    "per-layer embeddings": ("gemma4-31b", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256"),
+    "shared layers": ("gemma4-31b", {"num_kv_shared_layers": 20}, "num_kv_shared_layers=20"),
+    "wide layers": ("gemma4-31b", {"use_double_wide_mlp": True}, "use_double_wide_mlp=True"),
+    "unified experts": ("gemma4-12b", {"enable_moe_block": True}, "enable_moe_block=True"),
+    "all see all": ("gemma4-12b", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+    "old rope": ("gemma4-31b", {"rope_theta": 1e6}, "the key rope_theta=1000000.0 is not known"),
+    "experts without a width": ("gemma4-26b-a4b", {"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+    "no width of full layers": ("gemma4-31b", {"global_head_dim": None}, "head_dim=None of full_attention layers"),
+    "layer for itself": ("gemma4-31b", {"per_layer_config": {"5": {"head_dim": 512}}}, "the same of all of them"),
+    "local override": (
+        "gemma4-31b",
+        {"per_layer_config": {str(n): {"head_dim": 512} for n in range(60)}},
+        "of the full_attention layers",
+    ),
+    "other override": (
+        "gemma4-31b",
+        {"per_layer_config": {str(n): {"intermediate_size": 512} for n in range(5, 60, 6)}},
+        "it may say head_dim and num_key_value_heads",
+    ),
     "truncate": (
         "olmo3-7b",
         {"rope_scaling": {**PUBLISHED["olmo3-7b"][0]["rope_scaling"], "truncate": False}},
@@ -342,8 +361,32 @@ BAD_ELSEWHERE = {
 @pytest.mark.parametrize("name", BAD_ELSEWHERE)
 def test_bad_keys_of_families_are_named(name):
     model, changes, part = BAD_ELSEWHERE[name]
-    message = refusal({**PUBLISHED[model][0], **changes})
+    given = PUBLISHED[model][0]
+    inner = changes.keys().isdisjoint(given) and "text_config" in given and "audio_config" not in changes
+    changed = {**given, "text_config": {**given["text_config"], **changes}} if inner else {**given, **changes}
+    message = refusal(changed)
     assert part in message, message
+
+
+def test_both_spellings_of_full_layers_are_one():
+    given = PUBLISHED["gemma4-31b"][0]["text_config"]
+    rest = {name: value for name, value in given.items() if name not in ("global_head_dim", "num_global_key_value_heads")}
+    override = {"head_dim": 512, "num_key_value_heads": 4}
+    # transformers fills the numbers up with zeros to one length.
+    new = {**rest, "per_layer_config": {f"{layer:02}": override for layer in range(5, 60, 6)}}
+    assert read(new) == read(given)
+    assert read({**given, "per_layer_config": {}}).global_head_dim is None
+    assert read(rest).global_head_dim == 512 and read(rest).global_num_kv_heads is None
+    # Without shared projections the number of heads is that of all layers.
+    assert read({**given, "attention_k_eq_v": False}).global_num_kv_heads is None
+    assert read({**new, "attention_k_eq_v": False}).global_num_kv_heads == 4
+
+
+def test_the_last_layer_of_gemma4_sees_everything():
+    given = {**PUBLISHED["gemma4-12b"][0]["text_config"], "num_hidden_layers": 4, "layer_types": None}
+    assert read(given).attention_pattern == ("local", "local", "local", "full")
+    local = dataclasses.replace(read(given), attention_pattern=("full", "local"))
+    assert "attention_pattern=[full, local]" in inexpressible_keys(BY_MODEL_TYPE["gemma4_text"], local)[0]
 
 
 def test_llama4_lists_must_agree():
@@ -367,7 +410,7 @@ def test_all_problems_are_listed_at_once():
 JUNK = (None, -1, 1.5, 10**12, "4096", [None], {"rope_type": "yarn", "factor": None}, {"full_attention": 3})
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "gemma3-1b", "llama4-17b-16e-instruct", "deepseek3-671b"])
+@pytest.mark.parametrize("name", ["llama3.1-8b", "gemma3-1b", "gemma4-26b-a4b", "llama4-17b-16e-instruct", "deepseek3-671b"])
 def test_any_value_is_honoured_or_refused(name):
     given = PUBLISHED[name][0]
     given = given.get("text_config", given)
@@ -381,7 +424,7 @@ def test_any_value_is_honoured_or_refused(name):
                 assert not inexpressible_keys(family, ModelConfig(**keys))
 
 
-@pytest.mark.parametrize("kind", [None, "falcon", "deepseek_v32", "qwen3_next", 3, ["llama"]])
+@pytest.mark.parametrize("kind", [None, "falcon", "deepseek_v32", "qwen3_vl", 3, ["llama"]])
 def test_other_model_types_are_refused(kind):
     assert f"model_type={kind!r} is not supported" in refusal({**LLAMA, "model_type": kind})
 

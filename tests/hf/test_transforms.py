@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from maxlite.hf.transforms import Transform, flat, interleaved, joined, kernel, same
+from maxlite.hf.transforms import Transform, by_head, depthwise, flat, grouped, interleaved, joined, kernel, same
 
 
 def numbers(*shape: int, start: int = 0) -> np.ndarray:
@@ -9,6 +9,10 @@ def numbers(*shape: int, start: int = 0) -> np.ndarray:
 
 
 GATE, UP = numbers(3, 4, 5), numbers(3, 4, 5, start=1000)
+# Heads of 2 rows, and 3 for each of them.
+HEADS, OTHERS = numbers(4, 3, 2), numbers(4, 3, 3, 1, start=1000)
+GROUPS = np.concatenate([array[:, head].reshape(4, -1).T for head in range(3) for array in (HEADS, OTHERS)])
+TAPS, MORE_TAPS = numbers(4, 3, 2), numbers(4, 5, start=1000)
 QUERY, KEY = numbers(4, 3, 2), numbers(4, 2, 2, start=1000)
 TURNS = np.stack([GATE, UP], axis=-1).reshape(3, 4, 10)
 
@@ -24,6 +28,13 @@ CASES = {
     "unequal": (joined(kernel(), 0), (QUERY, KEY), np.concatenate([QUERY.reshape(4, 6).T, KEY.reshape(4, 4).T])),
     "turns": (interleaved(same(), -1), (GATE, UP), TURNS),
     "turns of rows": (interleaved(kernel(stacked=True), 1), (GATE, UP), TURNS.swapaxes(1, 2)),
+    "groups": (grouped(by_head()), (HEADS, OTHERS), GROUPS),
+    "groups of biases": (
+        grouped(same()), (numbers(3, 2), numbers(3, 1, start=100)), np.array([0, 1, 100, 2, 3, 101, 4, 5, 102])
+    ),
+    "taps": (
+        joined(depthwise(), 0), (TAPS, MORE_TAPS), np.concatenate([TAPS.reshape(4, 6), MORE_TAPS], axis=1).T[:, None]
+    ),
     "three": (interleaved(same(), 0), (numbers(2), numbers(2), numbers(2)), np.array([0, 0, 0, 1, 1, 1])),
 }
 

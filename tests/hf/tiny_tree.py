@@ -6,7 +6,7 @@ import numpy as np
 from maxlite.config.layers import LayerPlace
 from maxlite.hf.plan import Plan, plan_tensors
 from maxlite.hf.rules import Ignored, Rule, Table
-from maxlite.hf.transforms import flat, interleaved, joined, kernel, same
+from maxlite.hf.transforms import by_head, flat, grouped, interleaved, joined, kernel, same
 
 V, D, N, K, H, F, E = 10, 6, 4, 2, 3, 5, 3
 # Two layers of one kind, with a mixture of experts, then one dense layer.
@@ -19,7 +19,13 @@ TABLE = Table(
         Rule("model.embed_tokens.weight", "embedding/table", same()),
         Rule("model.norm.weight", "final_norm/scale", same()),
         Rule("lm_head.weight", "output/kernel", kernel()),
-        Rule(LAYER + "self_attn.q_proj.weight", "attention/query/kernel", kernel()),
+        Rule(LAYER + "self_attn.q_proj.weight", "attention/query/kernel", kernel(), where=("mlp/router/kernel",)),
+        Rule(
+            LAYER + "self_attn.q_proj.weight",
+            ("attention/query/kernel", "attention/gate/kernel"),
+            grouped(by_head()),
+            where=("mlp/up/kernel",),
+        ),
         Rule(LAYER + "self_attn.q_proj.bias", "attention/query/bias", flat()),
         Rule(LAYER + "self_attn.kv.weight", ("attention/key/kernel", "attention/value/kernel"), joined(kernel(), 0)),
         Rule(LAYER + "self_attn.o_proj.weight", "attention/out/kernel", kernel(2)),
@@ -43,12 +49,13 @@ def abstract_params(dtype=np.float32, tied: bool = False) -> dict:
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, np.dtype(dtype))
 
-    def block(repeats: int, mlp: dict) -> dict:
+    def block(repeats: int, mlp: dict, **others: dict) -> dict:
         attention = {
             "query": {"kernel": shape(repeats, D, N, H), "bias": shape(repeats, N, H)},
             "key": {"kernel": shape(repeats, D, K, H)},
             "value": {"kernel": shape(repeats, D, K, H)},
             "out": {"kernel": shape(repeats, N, H, D)},
+            **others,
         }
         return {"layers": {"block_0": {"attention": attention, "mlp": mlp}}}
 
@@ -66,7 +73,7 @@ def abstract_params(dtype=np.float32, tied: bool = False) -> dict:
         "embedding": {"table": shape(V, D)},
         "final_norm": {"scale": shape(D)},
         "group_0": block(2, moe),
-        "group_1": block(1, {"up": {"kernel": shape(1, D, F)}}),
+        "group_1": block(1, {"up": {"kernel": shape(1, D, F)}}, gate={"kernel": shape(1, D, N, H)}),
     }
     return tree if tied else {**tree, "output": {"kernel": shape(D, V)}}
 
@@ -102,6 +109,8 @@ def by_hand(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         tensors[name + "self_attn.o_proj.weight"] = own["attention/out/kernel"].reshape(N * H, D).T
         if block == "group_1":
             tensors[name + "mlp.up_proj.weight"] = own["mlp/up/kernel"].T
+            heads = [own[f"attention/{part}/kernel"][:, n] for n in range(N) for part in ("query", "gate")]
+            tensors[name + "self_attn.q_proj.weight"] = np.concatenate(heads, axis=1).T
             continue
         tensors[name + "mlp.gate.weight"] = own["mlp/router/kernel"].T
         tensors[name + "mlp.gate.bias"] = own["mlp/selection_bias"]

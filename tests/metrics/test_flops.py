@@ -61,6 +61,24 @@ def test_local_layers_count_their_window(section):
     assert flops.attention_flops == 12 * 4 * 16 * 2 * pairs
 
 
+def test_a_gate_is_a_matrix_more(section):
+    plain, gated = (section(ModelConfig, **P49, attention_output_gate=gate) for gate in (False, True))
+    assert matmul_parameters(gated) - matmul_parameters(plain) == 2 * 64 * 4 * 16
+
+
+def test_memories_cost_their_size_three_times_a_token(section):
+    changes = {"gdn_num_key_heads": 2, "gdn_num_value_heads": 6, "gdn_key_head_dim": 5, "gdn_value_head_dim": 7}
+    changes |= {"attention_pattern": ("gated_delta_net", "full"), "gdn_conv_kernel_dim": 4}
+    plain = train_step_flops(section(ModelConfig, **P49), rows=2, length=32)
+    flops = train_step_flops(section(ModelConfig, **P49 | changes), rows=2, length=32)
+
+    # Read, write, read: 5 x 7 multiply-adds each, in 6 memories; forward, and twice that backward.
+    assert flops.attention_flops == plain.attention_flops // 2 + 64 * 6 * (3 * 5 * 7) * 2 * 3
+    # query, key, value, gate, out, beta and step instead of one layer of the others; and what is convolved.
+    instead = 64 * (2 * 10 + 3 * 42 + 2 * 6) + 4 * (2 * 10 + 42) - 64 * 2 * (4 + 2) * 16
+    assert flops.weight_flops == plain.weight_flops + 6 * instead * 64
+
+
 def test_work_grows_with_rows(section):
     model = section(ModelConfig, **P49)
 

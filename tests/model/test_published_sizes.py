@@ -3,6 +3,8 @@
 Nothing in the tables is computed by maxlite; `closed_form` counts a second time, from the architecture.
 """
 
+import dataclasses
+
 import pytest
 
 from maxlite.config.layers import attention_chunk, attention_window, layer_specs
@@ -39,6 +41,9 @@ PUBLISHED = {
     "gemma3-4b": (3_880_263_168, ""),
     "gemma3-12b": (11_766_034_176, ""),
     "gemma3-27b": (27_009_346_304, ""),
+    "gemma4-12b": (11_907_350_320, ""),
+    "gemma4-26b-a4b": (25_233_141_790, "3.82"),
+    "gemma4-31b": (30_697_345_340, ""),
     "mistral-7b-v0.1": (7_241_732_096, ""),
     "mistral-7b-v0.2": (7_241_732_096, ""),
     "mistral-7b-v0.3": (7_248_023_552, ""),
@@ -69,6 +74,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": (235_093_634_560, "22.19"),
     "qwen3-235b-a22b-2507": (235_093_634_560, "22.19"),
     "qwen3-coder-480b-a35b": (480_154_875_392, "35"),
+    "qwen3-next-80b-a3b": (79_674_391_296, "3.87"),
     "deepseek2-lite-16b": (15_706_484_224, "2.66"),
     "deepseek2-236b": (235_741_434_880, "21.4"),
     "deepseek3-671b": (671_026_419_200, "37.55"),
@@ -86,7 +92,8 @@ PUBLISHED = {
 # OpenAI's count of active parameters leaves out the embedding, which is only looked up; the others' has it.
 ACTIVE_WITHOUT_EMBEDDING = ("gpt-oss-20b", "gpt-oss-120b")
 
-# Kinds of attention, layer by layer: f full, l local, c chunked, n full without positions, m latent. The rest: all f.
+# Kinds of attention, layer by layer: f full, l local, c chunked, n full without positions, m latent,
+# g Gated DeltaNet. The rest: all f.
 ATTENTION_LAYERS = {
     "llama4-17b-16e": "cccn" * 12,
     "llama4-17b-16e-instruct": "cccn" * 12,
@@ -99,8 +106,12 @@ ATTENTION_LAYERS = {
     "gemma3-4b": "lllllf" * 5 + "llll",
     "gemma3-12b": "lllllf" * 8,
     "gemma3-27b": "lllllf" * 10 + "ll",
+    "gemma4-12b": "lllllf" * 8,
+    "gemma4-26b-a4b": "lllllf" * 5,
+    "gemma4-31b": "lllllf" * 10,
     "mistral-7b-v0.1": "l" * 32,
     "ministral-8b": "flll" * 9,
+    "qwen3-next-80b-a3b": "gggf" * 12,
     "deepseek2-lite-16b": "m" * 27,
     "deepseek2-236b": "m" * 60,
     "deepseek3-671b": "m" * 61,
@@ -110,8 +121,9 @@ ATTENTION_LAYERS = {
     "olmo3-7b": "lllf" * 8,
     "olmo3-32b": "lllf" * 16,
 }
-# d dense, e experts. The rest: all d.
+# d dense, e experts, b both. The rest: all d.
 MLP_LAYERS = {
+    "gemma4-26b-a4b": "b" * 30,
     "llama4-17b-16e": "e" * 48,
     "llama4-17b-16e-instruct": "e" * 48,
     "llama4-17b-128e": "de" * 24,
@@ -124,6 +136,7 @@ MLP_LAYERS = {
     "qwen3-235b-a22b": "e" * 94,
     "qwen3-235b-a22b-2507": "e" * 94,
     "qwen3-coder-480b-a35b": "e" * 62,
+    "qwen3-next-80b-a3b": "e" * 48,
     "deepseek2-lite-16b": "d" + "e" * 26,
     "deepseek2-236b": "d" + "e" * 59,
     "deepseek3-671b": "ddd" + "e" * 58,
@@ -134,6 +147,7 @@ MLP_LAYERS = {
 }
 # Experts, those that a token is sent to, their width, and the width of the shared one.
 EXPERTS = {
+    "gemma4-26b-a4b": (128, 8, 704, None),
     "llama4-17b-16e": (16, 1, 8192, 8192),
     "llama4-17b-128e": (128, 1, 8192, 8192),
     "mixtral-8x7b": (8, 2, 14336, None),
@@ -143,6 +157,7 @@ EXPERTS = {
     "qwen3-30b-a3b": (128, 8, 768, None),
     "qwen3-235b-a22b": (128, 8, 1536, None),
     "qwen3-coder-480b-a35b": (160, 8, 2560, None),
+    "qwen3-next-80b-a3b": (512, 10, 512, 512),
     "deepseek2-lite-16b": (64, 6, 1408, 2 * 1408),
     "deepseek2-236b": (160, 6, 1536, 2 * 1536),
     "deepseek3-671b": (256, 8, 2048, 2048),
@@ -151,10 +166,13 @@ EXPERTS = {
     "gpt-oss-120b": (128, 4, 2880, None),
     "olmoe-1b-7b": (64, 8, 1024, None),
 }
-LETTERS = {"full": "f", "local": "l", "chunked": "c", "nope": "n", "mla": "m", "dense": "d", "moe": "e"}
+LETTERS = {
+    "full": "f", "local": "l", "chunked": "c", "nope": "n", "mla": "m", "gated_delta_net": "g", "dense": "d", "moe": "e",
+    "dense_and_moe": "b",
+}  # fmt: skip
 # How far a local layer sees, by family. Where it is one key less or more than published, logits differ.
 WINDOWS = {
-    "gemma2": 4096, "gemma3-270m": 512, "gemma3-1b": 512, "gemma3": 1024, "mistral-7b-v0.1": 4096,
+    "gemma2": 4096, "gemma3-270m": 512, "gemma3-1b": 512, "gemma3": 1024, "gemma4": 1024, "mistral-7b-v0.1": 4096,
     "ministral": 32768, "gpt-oss": 128, "olmo3": 4096,
 }  # fmt: skip
 
@@ -195,14 +213,22 @@ def closed_form(model: ModelConfig) -> tuple[int, int]:
     norms = dim * (2 * model.use_pre_norms + 2 * model.use_post_norms)
     total = active = outside + len(layers) * norms
     for layer in layers:
-        attention = latent_attention(model) if layer.attention == "mla" else grouped_attention(model)
+        heads = full_heads(model) if layer.attention == "full" else model
+        attention = {"mla": latent_attention, "gated_delta_net": delta_net}.get(layer.attention, grouped_attention)(heads)
+        attention += model.use_layer_scalar - model.share_kv_projections * (layer.attention == "full") * (
+            dim * heads.num_kv_heads * heads.head_dim
+        )
         if layer.mlp == "dense":
             everywhere, expert = gated(dim, model.mlp_dim, model.mlp_bias), 0
         else:
             shared = gated(dim, model.shared_expert_mlp_dim or 0, model.mlp_bias) + dim * model.shared_expert_gate
             router = (dim + model.router_bias + model.routed_bias) * model.num_experts
             everywhere = router + (shared if model.shared_expert_mlp_dim else 0)
+            everywhere += model.scaled_router * (dim + model.num_experts)
             expert = gated(dim, model.moe_mlp_dim, model.mlp_bias)
+        if layer.mlp == "dense_and_moe":
+            # Both have a norm before and after, where a layer as a rule has two.
+            everywhere += gated(dim, model.mlp_dim, model.mlp_bias) + 3 * dim
         total += attention + everywhere + model.num_experts * expert
         active += attention + everywhere + model.num_experts_per_tok * expert
     return total, active
@@ -212,12 +238,27 @@ def gated(dim: int, hidden: int, bias: bool) -> int:
     return 3 * dim * hidden + bias * (2 * hidden + dim)
 
 
+def full_heads(model: ModelConfig) -> ModelConfig:
+    """The same model with the heads of its full layers everywhere."""
+    number, width = model.global_num_kv_heads or model.num_kv_heads, model.global_head_dim or model.head_dim
+    return dataclasses.replace(model, num_kv_heads=number, head_dim=width)
+
+
 def grouped_attention(model: ModelConfig) -> int:
     dim, queries = model.emb_dim, model.num_query_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
     biases = model.attention_bias * (queries + 2 * keys) + model.attention_out_bias * dim
     norms = {"head": 2 * model.head_dim, "projection": queries + keys, "l2": 0}[model.qk_norm_type] * model.use_qk_norm
+    biases += model.attention_output_gate * (dim + model.attention_bias) * queries
     return 2 * dim * (queries + keys) + biases + norms + model.attention_sink * model.num_query_heads
+
+
+def delta_net(model: ModelConfig) -> int:
+    dim, heads = model.emb_dim, model.gdn_num_value_heads
+    keys, values = model.gdn_num_key_heads * model.gdn_key_head_dim, heads * model.gdn_value_head_dim
+    projections = dim * (2 * keys + values) + dim * values + 2 * dim * heads + values * dim
+    # A decay rate and a bias of its step for each memory, and the norm of what it gives.
+    return projections + model.gdn_conv_kernel_dim * (2 * keys + values) + 2 * heads + model.gdn_value_head_dim
 
 
 def latent_attention(model: ModelConfig) -> int:

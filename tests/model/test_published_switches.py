@@ -15,21 +15,22 @@ from maxlite.ops.router import RoutingRule, route
 
 # In all tables the key is a beginning of the model's name; of several the longest counts.
 THETAS = {
-    "llama2": 1e4, "llama": 5e5, "smollm2": 1e5, "smollm2-1.7b": 1.3e5, "gemma": 1e4, "gemma3": 1e6,
+    "llama2": 1e4, "llama": 5e5, "smollm2": 1e5, "smollm2-1.7b": 1.3e5, "gemma": 1e4, "gemma3": 1e6, "gemma4": 1e6,
     "mistral-7b-v0.1": 1e4, "mistral": 1e6, "mistral-small": 1e8, "ministral": 1e8, "mixtral": 1e6,
     "qwen": 1e6, "qwen3-4b-2507": 5e6, "qwen3-30b-a3b-2507": 1e7, "qwen3-235b-a22b-2507": 5e6, "qwen3-coder": 1e7,
+    "qwen3-next": 1e7,
     "deepseek": 1e4, "kimi": 5e4, "gpt-oss": 1.5e5, "olmo": 5e5, "olmoe": 1e4,
 }  # fmt: skip
 # Longest sequence.
 POSITIONS = {
     "llama2": 4096, "llama3-": 8192, "llama3.": 131072, "llama4-17b-16e": 262144,
     "llama4-17b-16e-instruct": 10_485_760, "llama4-17b-128e": 1_048_576, "smollm2": 8192,
-    "gemma": 8192, "gemma3-270m": 32768, "gemma3-1b": 32768, "gemma3": 131072,
+    "gemma": 8192, "gemma3-270m": 32768, "gemma3-1b": 32768, "gemma3": 131072, "gemma4": 262144,
     "mistral-7b": 32768, "mistral-nemo": 128_000, "mistral-small": 32768, "ministral": 131072, "mistral-large": 131072,
     "mixtral-8x7b": 32768, "mixtral-8x22b": 65536,
     "qwen2.5": 131072, "qwen2.5-0.5b": 32768, "qwen2.5-3b": 32768, "qwen2-": 131072, "qwen1.5": 8192,
     "qwen3": 40960, "qwen3-4b-2507": 262144, "qwen3-30b-a3b-2507": 262144, "qwen3-235b-a22b-2507": 262144,
-    "qwen3-coder": 262144, "deepseek": 163840, "kimi": 131072, "gpt-oss": 131072,
+    "qwen3-coder": 262144, "qwen3-next": 262144, "deepseek": 163840, "kimi": 131072, "gpt-oss": 131072,
     "olmo2": 4096, "olmo3": 65536, "olmoe": 4096,
 }  # fmt: skip
 EPSILONS = {
@@ -42,6 +43,11 @@ TIED = ("gemma", "smollm2", "llama3.2", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5
 GEMMA = {"mlp_activation": "gelu_tanh", "norm_scale_offset": 1.0, "scale_embeddings": True}
 GEMMA2 = GEMMA | {"use_post_norms": True, "attn_logits_soft_cap": 50.0, "final_logits_soft_cap": 30.0}
 GEMMA3 = GEMMA | {"use_post_norms": True, "use_qk_norm": True}
+GEMMA4 = {
+    "mlp_activation": "gelu_tanh", "scale_embeddings": True, "use_post_norms": True, "use_qk_norm": True,
+    "use_v_norm": True, "share_kv_projections": True, "query_pre_attn_scalar": 1.0, "final_logits_soft_cap": 30.0,
+    "use_layer_scalar": True, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 LLAMA4 = {
     "rope_interleave": True, "temperature_tuning": True, "scale_expert_input": True, "routed_score_func": "sigmoid",
     "norm_topk_prob": False,
@@ -63,10 +69,16 @@ SWITCHES = {
     "gemma2-27b": GEMMA2 | {"query_pre_attn_scalar": 144.0},
     "gemma3": GEMMA3 | {"query_pre_attn_scalar": 256.0},
     "gemma3-27b": GEMMA3 | {"query_pre_attn_scalar": 168.0},
+    "gemma4": GEMMA4,
+    "gemma4-26b": GEMMA4 | {"scaled_router": True},
     "qwen2.5": {"attention_bias": True},
     "qwen2-": QWEN2_MOE,
     "qwen1.5": QWEN2_MOE,
     "qwen3": {"use_qk_norm": True},
+    "qwen3-next": {
+        "use_qk_norm": True, "attention_output_gate": True, "norm_scale_offset": 1.0, "partial_rotary_factor": 0.25,
+        "shared_expert_gate": True,
+    },
     "deepseek2-lite": DEEPSEEK2,
     "deepseek2": DEEPSEEK2 | {"routed_scaling_factor": 16.0, "n_routing_groups": 8, "topk_routing_group": 3},
     "deepseek3": DEEPSEEK3 | {
@@ -82,9 +94,11 @@ SWITCHES = {
 LLAMA = {
     "attention_bias": False, "attention_out_bias": False, "use_qk_norm": False, "qk_norm_type": "head",
     "query_pre_attn_scalar": None, "attn_logits_soft_cap": None, "attention_sink": False, "temperature_tuning": False,
+    "attention_output_gate": False,
     "temperature_tuning_floor": 8192, "temperature_tuning_scale": 0.1,
     "mlp_activation": "silu", "mlp_activations_limit": 7.0, "glu_alpha": 1.702, "mlp_bias": False,
     "shared_expert_gate": False, "routed_score_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "use_v_norm": False, "share_kv_projections": False, "use_layer_scalar": False, "scaled_router": False,
     "routed_bias": False, "router_bias": False, "n_routing_groups": 1, "topk_routing_group": 1,
     "router_group_score": "max", "scale_expert_input": False,
     "norm_scale_offset": 0.0, "use_pre_norms": True, "use_post_norms": False, "scale_embeddings": False,
@@ -93,7 +107,7 @@ LLAMA = {
 # Numbers that smoke=true makes smaller, as it does sizes.
 SMALLER = ("n_routing_groups", "topk_routing_group", "temperature_tuning_floor")
 
-# linear: factor. llama3: factor, low, high, original length. yarn: factor, original length, fast, slow, whole pairs.
+# proportional: share of the pairs that turns. linear: factor. llama3: factor, low, high, original length. yarn: factor, original length, fast, slow, whole pairs.
 SCALINGS = {
     "llama3.1": ("llama3", 8, 1, 4, 8192),
     "llama3.2": ("llama3", 32, 1, 4, 8192),
@@ -103,13 +117,14 @@ SCALINGS = {
     "gemma3-4b": ("linear", 8),
     "gemma3-12b": ("linear", 8),
     "gemma3-27b": ("linear", 8),
+    "gemma4": ("proportional", 0.25),
     "deepseek": ("yarn", 40, 4096, 32, 1, True),
     "kimi": ("yarn", 32, 4096, 1, 1, True),
     "gpt-oss": ("yarn", 32, 4096, 32, 1, False),
     "olmo3": ("yarn", 8, 8192, 32, 1, True),
 }
 # Base of local layers where it is their own; they are not scaled then.
-LOCAL_THETAS = {"gemma3": 1e4, "olmo3": 5e5}
+LOCAL_THETAS = {"gemma3": 1e4, "gemma4": 1e4, "olmo3": 5e5}
 # What yarn makes of cosine and sine, and of the scores of latent attention.
 ROTATION_FACTORS = {"gpt-oss": 1.3466, "olmo3": 1.2079}
 SOFTMAX_FACTORS = {"deepseek2": 1.590, "deepseek3": 1.874, "kimi": 1.813}
@@ -145,9 +160,12 @@ def test_switches(name, size):
 def test_rotary_tables(name, size):
     model = load(name, "smoke=true").model if size == "tiny" else load(name).model
     tables = rotary_tables(model)
-    assert tables.keys() == set(model.attention_pattern) - {"nope"}
+    assert tables.keys() == set(model.attention_pattern) - {"nope", "gated_delta_net"}
     for kind, table in tables.items():
-        dim = model.qk_rope_head_dim if kind == "mla" else model.head_dim
+        width = (model.global_head_dim or model.head_dim) if kind == "full" else model.head_dim
+        # Of a proportional rotation all pairs have a rate, some of them none.
+        share = 1 if model.rope_type == "proportional" else model.partial_rotary_factor
+        dim = model.qk_rope_head_dim if kind == "mla" else int(width * share)
         theta, scaling = of_family(THETAS, name), of_family(SCALINGS, name)
         factor = of_family(ROTATION_FACTORS, name, 1.0)
         if kind == "local" and of_family(LOCAL_THETAS, name) is not None:
@@ -165,12 +183,17 @@ def test_yarn_also_sharpens_the_scores_of_latent_attention(name):
 def frequencies(dim: int, theta: float, scaling: tuple | None) -> list[float]:
     """Radians a position of each pair of features, one at a time, as the papers write them."""
     kind, *numbers = scaling or ("default",)
-    rate = {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn}[kind]
+    rates = {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn, "proportional": proportional}
+    rate = rates[kind]
     return [rate(pair, dim, theta, *numbers) for pair in range(dim // 2)]
 
 
 def unscaled(pair, dim, theta):
     return 1 / theta ** (2 * pair / dim)
+
+
+def proportional(pair, dim, theta, share):
+    return unscaled(pair, dim, theta) if pair < share * dim / 2 else 0
 
 
 def linear(pair, dim, theta, factor):
@@ -249,11 +272,13 @@ def kimi(logits, bias, model):
 
 
 ROUTERS = {
+    "gemma4-26b-a4b": after_choice,
     "llama4-17b-16e": one_gate, "llama4-17b-16e-instruct": one_gate, "llama4-17b-128e": one_gate,
     "mixtral-8x7b": after_choice, "mixtral-8x22b": after_choice,
     "qwen2-57b-a14b": before_choice, "qwen1.5-moe-a2.7b": before_choice,
     "qwen3-30b-a3b": after_choice, "qwen3-30b-a3b-2507": after_choice, "qwen3-235b-a22b": after_choice,
     "qwen3-235b-a22b-2507": after_choice, "qwen3-coder-480b-a35b": after_choice,
+    "qwen3-next-80b-a3b": after_choice,
     "deepseek2-lite-16b": before_choice, "deepseek2-236b": deepseek2_groups, "deepseek3-671b": deepseek3_groups,
     "kimi-k2-1t": kimi, "gpt-oss-20b": after_choice, "gpt-oss-120b": after_choice, "olmoe-1b-7b": before_choice,
 }  # fmt: skip

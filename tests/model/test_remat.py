@@ -80,13 +80,19 @@ def test_every_policy_name_is_tested():
 
 
 def test_every_name_is_in_the_program(tiny_config):
-    config = tiny_config()
-    model = build_model(config.model, config.compute)
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    # In a loss, since attention names its context only where there is a backward pass.
-    program = str(
-        jax.make_jaxpr(jax.grad(lambda p: model.apply(p, tokens, tokens).hidden.sum()))(model.abstract_params)
-    )
+    experts = ("mlp_pattern=moe", "num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16")
+    latents = ("attention_pattern=mla", "kv_lora_rank=16", "q_lora_rank=16", "qk_nope_head_dim=8", "qk_rope_head_dim=8",
+               "v_head_dim=8", "num_kv_heads=4")  # fmt: skip
+    tokens, program = jnp.zeros((1, 8), jnp.int32), ""
+    for overrides in ((), experts, latents, ("attention_output_gate=true",)):
+        config = tiny_config(*overrides)
+        model = build_model(config.model, config.compute)
+
+        def loss(params, model=model):
+            return model.apply(params, tokens, tokens).hidden.sum()
+
+        # In a loss, since attention names its context only where there is a backward pass.
+        program += str(jax.make_jaxpr(jax.grad(loss))(model.abstract_params))
     names = {name for table in (SAVED_NAMES, OFFLOADED_NAMES) for row in table.values() for name in row}
     assert [name for name in sorted(names) if f"name={name}" not in program] == []
 
