@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from maxlite.checkpoint.arrays import array_handler, save_arguments
 from maxlite.checkpoint.quiet import quiet_orbax
 from maxlite.checkpoint.restore import restore_step
 from maxlite.checkpoint.step_folder import (
@@ -32,11 +33,12 @@ class Checkpointer:
     One process may save to a run directory at a time (RunDirectory.lock). Reading makes no files.
     """
 
-    def __init__(self, run_directory: Path, checkpoint: CheckpointConfig):
-        """Reads nothing yet; the folder need not exist."""
+    def __init__(self, run_directory: Path, checkpoint: CheckpointConfig, *, lean: bool = False):
+        """Reads nothing yet; the folder need not exist. lean: one array is on its way to disk at a time."""
         quiet_orbax()
         self._folder = Path(run_directory).absolute() / CHECKPOINTS
         self._config = checkpoint
+        self._lean = lean
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None
         self._step: int | None = None
@@ -81,15 +83,16 @@ class Checkpointer:
         if step in complete_steps(self._folder):
             raise CheckpointError(f"checkpoint {self._folder / str(step)} is there already and is never overwritten")
         self._check_free_space(step, items)
+        arrays = nested(leaf_paths(items))
         arguments = ocp.args.Composite(
             **{
-                ITEMS: ocp.args.PyTreeSave(nested(leaf_paths(items))),
+                ITEMS: save_arguments(arrays, lean=self._lean),
                 DATA_STATE: ocp.args.JsonSave(data_state),
             }
         )
         self._saving = step
         try:
-            saved = self._open_manager().save(step, args=arguments, force=True)
+            saved = self._open_manager(items).save(step, args=arguments, force=True)
         except Exception as error:
             raise self._failed_save(error) from error
         assert saved, "orbax declined a forced save"
@@ -132,13 +135,17 @@ class Checkpointer:
                 self._manager.close()
                 self._manager = None
 
-    def _open_manager(self) -> ocp.CheckpointManager:
+    def _open_manager(self, items: Any) -> ocp.CheckpointManager:
         # Made at the first save: it counts every step's folder, so the half-written ones have to go before.
         if self._manager is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             clear_incomplete(self._folder)
             self._manager = ocp.CheckpointManager(
                 self._folder,
+                item_handlers={
+                    ITEMS: array_handler(items, lean=self._lean),
+                    DATA_STATE: ocp.JsonCheckpointHandler(),
+                },
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=self._config.max_num_checkpoints_to_keep,
                     async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),

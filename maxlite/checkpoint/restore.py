@@ -1,7 +1,7 @@
 """Reads a checkpoint: a whole step, or its parameters alone, into the shardings that are wanted now."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def restore_step(folder: Path, abstract_items: Any) -> tuple[Any, dict[str, Any]
     if _has_training(wanted) and not _has_training(saved):
         run = folder.parents[1]
         raise CheckpointError(
-            f"checkpoint {folder} holds parameters alone, as an imported model's does, so there is no training to go on "
+            f"checkpoint {folder} holds parameters alone, as an imported model's does: there is no training to go on "
             f"with. Begin one from them: maxlite train base.yml model={run}/model.yml load_parameters_path={run} "
             "run_name=NEW."
         )
@@ -54,12 +54,32 @@ def restore_parameters(path: str | Path, abstract_params: Any) -> Any:
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its parameters have other shapes.
     """
+    folder = _checked_folder(path, abstract_params)
+    return _read_arrays(folder, {PARAMS: abstract_params})[PARAMS]
+
+
+def parameter_reader(path: str | Path, abstract_params: Any) -> Callable[[str], jax.Array]:
+    """As restore_parameters, one at a time: returns a function from a parameter's path to its value.
+
+    Raises:
+        CheckpointError: as restore_parameters, before anything is read.
+    """
+    folder, abstract = _checked_folder(path, abstract_params), leaf_paths({PARAMS: abstract_params})
+
+    def read(name: str) -> jax.Array:
+        (array,) = jax.tree.leaves(_read_arrays(folder, nested({f"{PARAMS}/{name}": abstract[f"{PARAMS}/{name}"]})))
+        return array
+
+    return read
+
+
+def _checked_folder(path: str | Path, abstract_params: Any) -> Path:
+    """The step's folder, its files sound and its parameters those that are wanted."""
     folder = parameters_folder(path)
     verify_files(folder)
-    abstract = {PARAMS: abstract_params}
     saved = {name: shape for name, shape in _shapes(folder).items() if name.startswith(f"{PARAMS}/")}
-    check_shapes(saved, leaf_paths(abstract), f"checkpoint {folder}")
-    return _read_arrays(folder, abstract)[PARAMS]
+    check_shapes(saved, leaf_paths({PARAMS: abstract_params}), f"checkpoint {folder}")
+    return folder
 
 
 def parameter_shapes(path: str | Path) -> dict[str, ArrayShape]:

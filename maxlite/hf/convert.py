@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.checkpoint.manager import Checkpointer
-from maxlite.checkpoint.restore import restore_parameters
-from maxlite.checkpoint.tree import leaf_paths
+from maxlite.checkpoint.restore import parameter_reader
 from maxlite.config.load import dump_config, dump_model
 from maxlite.config.schema import Config, ModelConfig
 from maxlite.data.tokenizer import build_tokenizer
@@ -50,7 +49,7 @@ def import_folder(config: Config, destination: Path, notes: TextIO = sys.stdout)
     with new_folder(destination) as unfinished:
         params = load_folder(folder, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params), notes)
         checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
-        checkpointer = Checkpointer(unfinished, checkpoint)
+        checkpointer = Checkpointer(unfinished, checkpoint, lean=True)
         checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
         checkpointer.close()
         keep_files(folder.path, unfinished)
@@ -79,12 +78,12 @@ def export_run(
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding()), model.abstract_params
         )
-        params = leaf_paths(restore_parameters(source, abstract))
+        read = parameter_reader(source, abstract)
         tensors = new_tensors(plan, None)
         with ByteProgress(f"Write {destination}", sum(tensor.nbytes for tensor in tensors), notes) as progress:
 
             def fetch(name: str) -> np.ndarray:
-                return np.asarray(params.pop(name))
+                return np.asarray(read(name))
 
             write_tensors(plan, fetch, unfinished, tensors, progress, max_shard_bytes)
         _write_json(unfinished / CONFIG, described)

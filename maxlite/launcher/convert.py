@@ -83,8 +83,8 @@ def _export(
     run = run_of(source)
     if not (run / "config.yml").is_file():
         raise ConversionError(
-            f"{source} is neither a Hugging Face folder (it has no config.json), nor a GGUF file, nor a run directory (no "
-            "config.yml)."
+            f"{source} is neither a Hugging Face folder (it has no config.json), nor a GGUF file, nor a run directory "
+            "(no config.yml)."
         )
     config = load_config(str(run), _with_weight_dtype(overrides))
     prepare_jax(config.run)

@@ -290,6 +290,7 @@ SCALING = {
         "rope_type", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "original_max_position_embeddings"
     },
     "yarn": {"rope_type", "rope_factor", "original_max_position_embeddings"},
+    "proportional": {"rope_type", "partial_rotary_factor"},
 }  # fmt: skip
 
 

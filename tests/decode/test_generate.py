@@ -62,8 +62,12 @@ def test_each_row_of_a_batch_equals_that_row_alone(tiny):
         ["num_decoder_layers=3", "attention_pattern=[local,full]", "sliding_window_size=8"],
         ["attention_pattern=[local]", "sliding_window_size=1", "logits_via_embedding=false"],
         ["rope_type=llama3", "rope_factor=8", "original_max_position_embeddings=16"],
+        [
+            "attention_pattern=[local,full]", "sliding_window_size=8", "global_head_dim=24", "global_num_kv_heads=1",
+            "share_kv_projections=true", "use_v_norm=true", "use_layer_scalar=true",
+        ],
     ],
-)
+)  # fmt: skip
 def test_cached_equals_full_recompute(tiny_config, noisy_params, overrides):
     config = tiny_config(*overrides)
     model = build_model(config.model, config.compute)

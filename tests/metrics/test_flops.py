@@ -79,6 +79,27 @@ def test_memories_cost_their_size_three_times_a_token(section):
     assert flops.weight_flops == plain.weight_flops + 6 * instead * 64
 
 
+def test_full_layers_may_have_heads_of_their_own(section):
+    changes = P49 | {"attention_pattern": ("local", "full"), "sliding_window_size": 8, "use_v_norm": True}
+    heads = {"global_head_dim": 24, "global_num_kv_heads": 1, "share_kv_projections": True}
+    plain, other = (section(ModelConfig, **changes | more) for more in ({}, heads))
+
+    # query and out of 4 heads, and one matrix for keys and values; where there were two of 2 heads.
+    assert matmul_parameters(other) - matmul_parameters(plain) == 64 * (2 * 4 * 24 + 24) - 64 * (2 * 4 * 16 + 2 * 2 * 16)
+    flops = train_step_flops(other, rows=2, length=32)
+    assert flops.attention_flops == 12 * 4 * 2 * (16 * weighed_pairs(32, 8) + 24 * weighed_pairs(32, 32))
+
+
+def test_a_dense_mlp_beside_experts_counts_both(section):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_mlp_dim": 24}
+    kinds = ("dense", "moe", "dense_and_moe")
+    dense, moe, both = (
+        matmul_parameters(section(ModelConfig, **P49 | experts, mlp_pattern=(kind,))) - 64 * 256 for kind in kinds
+    )
+    attention = 2 * 64 * 2 * (4 + 2) * 16
+    assert both - attention == (dense - attention) + (moe - attention)
+
+
 def test_work_grows_with_rows(section):
     model = section(ModelConfig, **P49)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from maxlite.config.load import load_config
+from maxlite.errors import ConfigError
 from maxlite.model.build import build_model, resolve_dtype
 
 # A model of every kind of part.
@@ -87,6 +88,14 @@ def test_initial_values_are_the_same_on_a_mesh(tiny, tiny_config):
     whole = jax.jit(tiny.init)(jax.random.key(0))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), split, whole)
     assert split["embedding"]["table"].sharding.spec == jax.sharding.PartitionSpec("tensor", "fsdp")
+
+
+def test_sizes_that_the_mesh_does_not_divide_are_named(tiny_config):
+    heads = ("global_num_kv_heads=1", "attention_pattern=local,full", "sliding_window_size=4")
+    config = tiny_config(*heads)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 1, 2), ("data", "fsdp", "tensor"))
+    with pytest.raises(ConfigError, match="^global_num_kv_heads: .* of size 1 is not divided by mesh axes tensor=2"):
+        build_model(config.model, config.compute).shardings(mesh, config.parallel.logical_axis_rules)
 
 
 def test_weight_dtype_and_dtype(tiny_config):

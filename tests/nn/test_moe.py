@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from maxlite.nn.moe import MoE
+from maxlite.nn.moe import DenseAndMoE, MoE
 from maxlite.parallel.sharding import partition_spec, use_mesh
 
 BATCH, LENGTH, DIM, HIDDEN, EXPERTS = 2, 9, 16, 12, 8
@@ -29,15 +29,16 @@ LLAMA4 = (
     "num_experts_per_tok=1",
 )  # fmt: skip
 QWEN2 = ("norm_topk_prob=false", "shared_expert_mlp_dim=20", "shared_expert_gate=true")
-CASES = {"mixtral": (), "qwen2": QWEN2, "gpt-oss": GPT_OSS, "deepseek3": DEEPSEEK3, "llama4": LLAMA4}
+GEMMA4 = ("scaled_router=true", "mlp_activation=gelu_tanh", "num_experts_per_tok=3", "normalization_layer_epsilon=0.1")
+CASES = {"mixtral": (), "gemma4": GEMMA4, "qwen2": QWEN2, "gpt-oss": GPT_OSS, "deepseek3": DEEPSEEK3, "llama4": LLAMA4}
 INPUT = np.random.default_rng(0).normal(size=(BATCH, LENGTH, DIM))
 
 
-def build(tiny_config, *overrides, dtype="float32"):
+def build(tiny_config, *overrides, dtype="float32", kind=MoE):
     """The layer with noise in every weight: biases of zeros would hide mistakes."""
     keys = dict(text.split("=") for text in (*SIZES, *overrides, f"dtype={dtype}"))
     config = tiny_config(*(f"{key}={value}" for key, value in keys.items()))
-    layer = MoE(config.model, config.compute, rngs=nnx.Rngs(params=jax.random.key(0)))
+    layer = kind(config.model, config.compute, rngs=nnx.Rngs(params=jax.random.key(0)))
     graphdef, state = nnx.split(layer)
     generator = np.random.default_rng(1)
     state = jax.tree.map(lambda leaf: leaf + jnp.asarray(generator.normal(size=leaf.shape) * 0.2, leaf.dtype), state)
@@ -61,14 +62,22 @@ def mlp(model, weights, prefix, x, expert=None):
         )
 
     gate, up = linear("gate", x), linear("up", x)
+    if model.mlp_activation == "gelu_tanh":
+        return linear("down", 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up)
     if model.mlp_activation == "swigluoai":
         gate, up = np.minimum(gate, 0.7), np.clip(up, -0.7, 0.7)
         return linear("down", gate * sigmoid(1.702 * gate) * (up + 1))
     return linear("down", gate * sigmoid(gate) * up)
 
 
+def normed(model, x, scale):
+    return x / np.sqrt(np.mean(x**2) + model.normalization_layer_epsilon) * scale
+
+
 def choose(model, weights, x):
-    """Experts and weights of one token, as the settings of the five cases say."""
+    """Experts and weights of one token, as the settings of the cases say."""
+    if model.scaled_router:
+        x = normed(model, x, weights["router/scale"]) / np.sqrt(DIM)
     logits = x @ weights["router/kernel"] + weights.get("router/bias", 0.0)
     scores = sigmoid(logits) if model.routed_score_func == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
     choice = scores + weights.get("selection_bias", 0.0)
@@ -78,7 +87,8 @@ def choose(model, weights, x):
         allowed = [expert for expert in allowed if expert // 2 in best]
     chosen = sorted(allowed, key=lambda expert: -choice[expert])[: model.num_experts_per_tok]
     total = sum(scores[expert] for expert in chosen) if model.norm_topk_prob else 1.0
-    return [(expert, scores[expert] / total * model.routed_scaling_factor) for expert in chosen]
+    factors = weights.get("expert_scale", np.ones(EXPERTS)) * model.routed_scaling_factor
+    return [(expert, scores[expert] / total * factors[expert]) for expert in chosen]
 
 
 def reference(model, weights, inputs):
@@ -113,6 +123,25 @@ def test_bfloat16(case, tiny_config):
     # The router sees the rounded input, so the reference gets it too, and chooses the same experts.
     expected = reference(model, weights_of(layer), np.asarray(x, np.float64))
     assert np.abs(np.asarray(y, np.float64) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_dense_and_experts_side_by_side(tiny_config):
+    layer, model = build(
+        tiny_config, *GEMMA4, "mlp_pattern=dense_and_moe", "mlp_dim=20", "use_post_norms=true", kind=DenseAndMoE
+    )
+    weights = {name: np.asarray(array, np.float64) for name, array in weights_of(layer).items()}
+    experts = {name.removeprefix("moe/"): array for name, array in weights.items()}
+    expected = np.zeros_like(INPUT)
+    for place in np.ndindex(BATCH, LENGTH):
+        x = INPUT[place]
+        dense = mlp(model, weights, "dense", normed(model, x, weights["dense_norm/scale"]))
+        inside = normed(model, x, weights["moe_norm/scale"])
+        # The router sees what the norms of neither have touched.
+        chosen = choose(model, experts, x)
+        routed = sum(weight * mlp(model, experts, "experts", inside, expert) for expert, weight in chosen)
+        expected[place] = normed(model, dense, weights["dense_post_norm/scale"])
+        expected[place] += normed(model, routed, weights["moe_post_norm/scale"])
+    np.testing.assert_allclose(layer(jnp.asarray(INPUT, jnp.float32)), expected, atol=2e-5)
 
 
 def test_parameters(tiny_config):

@@ -38,6 +38,17 @@ def test_only_the_share_that_turns_has_angles(tiny_config):
     np.testing.assert_allclose(table.inverse_frequencies, 1e4 ** (-np.arange(0, 8, 2) / 8), rtol=1e-6)
 
 
+def test_in_a_proportional_rotation_the_slow_pairs_stand_still(tiny_config):
+    model = tiny_config(
+        "rope_type=proportional", "partial_rotary_factor=0.5", "rope_factor=2", "attention_pattern=local,full",
+        "sliding_window_size=4", "local_rope_max_timescale=1e2", "global_head_dim=24",
+    ).model  # fmt: skip
+    tables = rotary_tables(model)
+    moving = 1e4 ** (-np.arange(0, 12, 2) / 24) / 2
+    np.testing.assert_allclose(tables["full"].inverse_frequencies, [*moving, *[0] * 6], rtol=1e-6)
+    np.testing.assert_allclose(tables["local"].inverse_frequencies, 1e2 ** (-np.arange(0, 16, 2) / 16), rtol=1e-6)
+
+
 def test_scaling_is_what_the_keys_say(tiny_config):
     assert rope_scaling(tiny_config().model) is None
     scaling = rope_scaling(tiny_config("model=llama3.2-1b").model)

@@ -207,6 +207,28 @@ def test_scores_depend_on_relative_positions_only():
     assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
 
 
+def test_pairs_of_a_proportional_rotation_that_stand_still_are_not_rounded():
+    frequencies = inverse_frequencies(16, 10000.0, RopeScaling("proportional", share=0.25))
+    assert (frequencies != 0).tolist() == [True, True, *[False] * 6]
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(1, 4, 2, 16)), jnp.bfloat16)
+    turned = apply_rope(x, *rotation(jnp.arange(4, dtype=jnp.int32)[None], frequencies))
+    for start in (0, 8):
+        assert (turned[..., start + 2 : start + 8] == x[..., start + 2 : start + 8]).all()
+    assert (turned[:, 1:, :, [0, 1, 8, 9]] != x[:, 1:, :, [0, 1, 8, 9]]).mean() > 0.9
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("dim", "share"), [(512, 0.25), (24, 0.3), (16, 1.0)])
+def test_proportional_matches_transformers(dim: int, share: float):
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share, "factor": 4.0}
+    config = transformers.LlamaConfig(head_dim=dim, rope_parameters=rope)
+    expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["proportional"](config)
+    scaling = RopeScaling("proportional", 4.0, share=share)
+    np.testing.assert_allclose(inverse_frequencies(dim, 1e6, scaling), expected.numpy(), rtol=1e-6)
+    assert scaling.rotation_factor == factor
+
+
 def test_bfloat16_keeps_its_dtype_and_rounds_once():
     x = jnp.asarray(np.random.default_rng(2).normal(size=(1, 4, 2, 8)), jnp.bfloat16)
     angles = rotation(jnp.arange(4, dtype=jnp.int32)[None], inverse_frequencies(8, 10000.0, None))

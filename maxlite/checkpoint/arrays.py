@@ -1,0 +1,34 @@
+"""How arrays go to disk: orbax's handler, the size of chunks and files, how much is on the way at once."""
+
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+# Chunks of this size are compressed and read by several threads.
+CHUNK_BYTES = 16 << 20
+# Files that a conversion writes: what waits to be written to one is in memory.
+LEAST_FILE_BYTES, MOST_FILES = 8 << 20, 64
+
+
+def array_handler(arrays: Any, *, lean: bool) -> ocp.PyTreeCheckpointHandler:
+    """Returns the handler of a pytree of arrays.
+
+    lean: no more bytes are on the way at once than the largest array has. A conversion has memory for one model only;
+        training has room and wants to be quick.
+    """
+    if not lean:
+        return ocp.PyTreeCheckpointHandler()
+    # orbax refuses an array that is as large as the limit.
+    limit = 1 + max((array.nbytes for array in jax.tree.leaves(arrays)), default=0)
+    return ocp.PyTreeCheckpointHandler(handler_impl=ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=limit))
+
+
+def save_arguments(arrays: Any, *, lean: bool) -> ocp.args.PyTreeSave:
+    """Returns what orbax needs to save a nested dict of arrays."""
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
+    if not lean:
+        return ocp.args.PyTreeSave(arrays, save_args=chunks)
+    total = sum(array.nbytes for array in jax.tree.leaves(arrays))
+    file_bytes = max(LEAST_FILE_BYTES, total // MOST_FILES)
+    return ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=file_bytes)
