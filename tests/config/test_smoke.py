@@ -26,7 +26,8 @@ def test_smoke_keeps_the_family_and_shrinks_the_sizes(name):
     assert (small.num_query_heads > small.num_kv_heads) == (full.num_query_heads > full.num_kv_heads)
     assert small.emb_dim <= 64 and small.num_decoder_layers <= 8 and config.data.max_target_length <= 64
     assert config.sources["emb_dim"] == "smoke=true"
-    for part in ("num_experts", "moe_mlp_dim", "global_head_dim", "global_num_kv_heads", "shared_expert_mlp_dim", "kv_lora_rank", "q_lora_rank",
+    for part in ("num_experts", "moe_mlp_dim", "global_head_dim", "global_num_kv_heads",
+                 "shared_expert_mlp_dim", "kv_lora_rank", "q_lora_rank",
                  "gdn_num_key_heads", "gdn_key_head_dim", "gdn_value_head_dim"):  # fmt: skip
         assert bool(getattr(small, part)) == bool(getattr(full, part)), part
         assert (getattr(small, part) or 0) <= 64, part

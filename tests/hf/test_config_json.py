@@ -370,7 +370,8 @@ def test_bad_keys_of_families_are_named(name):
 
 def test_both_spellings_of_full_layers_are_one():
     given = PUBLISHED["gemma4-31b"][0]["text_config"]
-    rest = {name: value for name, value in given.items() if name not in ("global_head_dim", "num_global_key_value_heads")}
+    first = ("global_head_dim", "num_global_key_value_heads")
+    rest = {name: value for name, value in given.items() if name not in first}
     override = {"head_dim": 512, "num_key_value_heads": 4}
     # transformers fills the numbers up with zeros to one length.
     new = {**rest, "per_layer_config": {f"{layer:02}": override for layer in range(5, 60, 6)}}
@@ -410,7 +411,9 @@ def test_all_problems_are_listed_at_once():
 JUNK = (None, -1, 1.5, 10**12, "4096", [None], {"rope_type": "yarn", "factor": None}, {"full_attention": 3})
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "gemma3-1b", "gemma4-26b-a4b", "llama4-17b-16e-instruct", "deepseek3-671b"])
+@pytest.mark.parametrize(
+    "name", ["llama3.1-8b", "gemma3-1b", "gemma4-26b-a4b", "llama4-17b-16e-instruct", "deepseek3-671b"]
+)
 def test_any_value_is_honoured_or_refused(name):
     given = PUBLISHED[name][0]
     given = given.get("text_config", given)

@@ -85,7 +85,8 @@ def test_full_layers_may_have_heads_of_their_own(section):
     plain, other = (section(ModelConfig, **changes | more) for more in ({}, heads))
 
     # query and out of 4 heads, and one matrix for keys and values; where there were two of 2 heads.
-    assert matmul_parameters(other) - matmul_parameters(plain) == 64 * (2 * 4 * 24 + 24) - 64 * (2 * 4 * 16 + 2 * 2 * 16)
+    difference = 64 * (2 * 4 * 24 + 24) - 64 * (2 * 4 * 16 + 2 * 2 * 16)
+    assert matmul_parameters(other) - matmul_parameters(plain) == difference
     flops = train_step_flops(other, rows=2, length=32)
     assert flops.attention_flops == 12 * 4 * 2 * (16 * weighed_pairs(32, 8) + 24 * weighed_pairs(32, 32))
 

@@ -8,7 +8,10 @@ from maxlite.errors import ConfigError
 from maxlite.model.build import build_model, resolve_dtype
 
 # A model of every kind of part.
-KINDS = ("default", "gemma3-1b", "gemma4-26b-a4b", "deepseek3-671b", "gpt-oss-20b", "llama4-17b-128e", "qwen2-57b-a14b", "olmo3-7b")
+KINDS = (
+    "default", "gemma3-1b", "gemma4-26b-a4b", "deepseek3-671b", "gpt-oss-20b", "llama4-17b-128e", "qwen2-57b-a14b",
+    "olmo3-7b",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -214,7 +214,8 @@ def closed_form(model: ModelConfig) -> tuple[int, int]:
     total = active = outside + len(layers) * norms
     for layer in layers:
         heads = full_heads(model) if layer.attention == "full" else model
-        attention = {"mla": latent_attention, "gated_delta_net": delta_net}.get(layer.attention, grouped_attention)(heads)
+        count = {"mla": latent_attention, "gated_delta_net": delta_net}.get(layer.attention, grouped_attention)
+        attention = count(heads)
         attention += model.use_layer_scalar - model.share_kv_projections * (layer.attention == "full") * (
             dim * heads.num_kv_heads * heads.head_dim
         )

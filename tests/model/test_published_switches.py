@@ -107,7 +107,8 @@ LLAMA = {
 # Numbers that smoke=true makes smaller, as it does sizes.
 SMALLER = ("n_routing_groups", "topk_routing_group", "temperature_tuning_floor")
 
-# proportional: share of the pairs that turns. linear: factor. llama3: factor, low, high, original length. yarn: factor, original length, fast, slow, whole pairs.
+# proportional: share of the pairs that turns. linear: factor. llama3: factor, low, high, original length. yarn: factor,
+# original length, fast, slow, whole pairs.
 SCALINGS = {
     "llama3.1": ("llama3", 8, 1, 4, 8192),
     "llama3.2": ("llama3", 32, 1, 4, 8192),
