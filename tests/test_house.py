@@ -48,7 +48,15 @@ DOORS = {
 # What lifts a function over modules, or takes a module apart.
 LIFTED = {"vmap", "scan", "remat", "split", "merge", "split_rngs", "jit", "eval_shape"}
 LIFTED_AT = ("model/stack.py", "model/build.py")
-WITHOUT_JAX = ("errors.py", "config/", "launcher/cli.py", "launcher/resolve.py", "hf/config_json.py", "hf/fam", "hf/folder.py")
+WITHOUT_JAX = (
+    "errors.py",
+    "config/",
+    "launcher/cli.py",
+    "launcher/resolve.py",
+    "hf/config_json.py",
+    "hf/fam",
+    "hf/folder.py",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
 # Attention's inputs are what they are: three tensors, their positions and segments, and four settings.
 MANY_PARAMETERS = {("ops/attention.py", "dot_product_attention"), ("ops/loss.py", "chunked_cross_entropy")}

@@ -14,6 +14,7 @@ _SOFTMAX = (
     "attention_bias",
     "attention_out_bias",
     "use_qk_norm",
+    "use_v_norm",
     "query_pre_attn_scalar",
     "attn_logits_soft_cap",
     "attention_sink",
@@ -30,6 +31,7 @@ _ROUTER = (
     "topk_routing_group",
     "scale_expert_input",
     "shared_expert_mlp_dim",
+    "shared_expert_gate",
 )
 
 # Why, when, and which keys.

@@ -8,8 +8,8 @@ from maxlite.data.gguf_header import is_gguf, read_header
 from maxlite.data.gguf_tokenizer import token_ids, tokenizer_problem
 from maxlite.errors import ConfigError
 
-# An imported run keeps the model's own JSON files below its folder, so that they are not taken for a run's.
-SUBFOLDERS = ("", "hugging_face")
+# Where an imported run keeps the model's own JSON files: below its folder, where no program takes them for the run's.
+ORIGINALS = "hugging_face"
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -24,7 +24,7 @@ def model_end_ids(folder: Path) -> tuple[int, ...]:
         return tuple(sorted(_ids(token_ids(read_header(folder))["eos_token_id"], folder)))
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        for file in (folder / subfolder / name for subfolder in SUBFOLDERS):
+        for file in (folder / name, folder / ORIGINALS / name):
             settings = read_settings(file)
             for part in (settings, settings.get("text_config") or {}):
                 found.update(_ids(part.get("eos_token_id"), file))

@@ -15,6 +15,7 @@ from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.restore import parameter_reader
 from maxlite.config.load import dump_config, dump_model
 from maxlite.config.schema import Config, ModelConfig
+from maxlite.data.model_folder import ORIGINALS
 from maxlite.data.tokenizer import build_tokenizer
 from maxlite.data.tokenizer_files import write_byte_tokenizer
 from maxlite.hf.config_json import IGNORED_KEYS, family_for, inexpressible_keys, write_config
@@ -23,7 +24,7 @@ from maxlite.hf.family_lines import Family
 from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, ModelFolder, read_folder, read_json
 from maxlite.hf.load import load_folder, plan_of
 from maxlite.hf.plan import Plan
-from maxlite.hf.run_files import ORIGINALS, keep_files, keep_tokenizer, run_of
+from maxlite.hf.run_files import keep_files, keep_tokenizer, run_of
 from maxlite.hf.writer import new_folder, new_tensors, write_tensors
 from maxlite.metrics.byte_progress import ByteProgress
 from maxlite.model.build import Model, build_model
@@ -70,7 +71,7 @@ def export_run(
         ConversionError: no family can express the model, or the destination exists.
     """
     run, model = run_of(source), build_model(config.model, config.compute)
-    original = read_json(run / ORIGINALS / CONFIG) if (run / ORIGINALS / CONFIG).is_file() else {}
+    original = _original_config(run)
     family = export_family(original, config.model)
     plan = plan_of(family.table, model)
     described = _describe(family, config, original)
@@ -99,8 +100,7 @@ def import_plan(folder: ModelFolder, config: Config) -> Plan:
 
 def export_plan(config: Config, source: Path) -> Plan:
     """Returns which tensors hold which parameters, for a run."""
-    file = run_of(source) / ORIGINALS / CONFIG
-    family = export_family(read_json(file) if file.is_file() else {}, config.model)
+    family = export_family(_original_config(run_of(source)), config.model)
     return plan_of(family.table, build_model(config.model, config.compute))
 
 
@@ -122,6 +122,12 @@ def export_family(original: Mapping[str, Any], model: ModelConfig) -> Family:
 def host_sharding() -> jax.sharding.SingleDeviceSharding:
     """Conversions use the host's memory, whatever devices there are."""
     return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+
+
+def _original_config(run: Path) -> dict[str, Any]:
+    """config.json of the folder that the run was imported from; empty if there is none."""
+    file = run / ORIGINALS / CONFIG
+    return read_json(file) if file.is_file() else {}
 
 
 def _config_of_run(config: Config, folder: ModelFolder, destination: Path) -> Config:

@@ -53,9 +53,11 @@ class ConfigReader:
         """Returns a true-or-false key that has no key of ours to itself."""
         return self._take_typed(name, default, lambda value: isinstance(value, bool), "true or false")
 
-    def take_count(self, name: str, default: int) -> int:
-        """Returns a whole number of at least 0 that has no key of ours to itself."""
-        return self._take_typed(name, default, is_count, "a whole number of at least 0")
+    def take_count(self, name: str, default: int, *, least: int = 0) -> int:
+        """Returns a whole number of at least `least` that has no key of ours to itself."""
+        return self._take_typed(
+            name, default, lambda value: is_count(value) and value >= least, f"a whole number of at least {least}"
+        )
 
     def refuse(self, problem: str) -> None:
         """Notes something wrong, after the file's name."""

@@ -23,8 +23,8 @@ def all_but_each(period: int, key: str | None = None) -> IsLocal:
     """All layers but each `period`-th; `key` of config.json may say another period."""
 
     def is_local(reader: ConfigReader, layer: int) -> bool:
-        given = reader.take_count(key, period) if key is not None else period
-        return (layer + 1) % max(given, 1) != 0
+        given = reader.take_count(key, period, least=1) if key is not None else period
+        return (layer + 1) % given != 0
 
     return is_local
 
@@ -110,14 +110,12 @@ class LinearLayers:
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads attention_pattern."""
-        interval = reader.take_count("full_attention_interval", 4)
-        if interval == 0:
-            reader.refuse("full_attention_interval=0: it must be at least 1")
+        interval = reader.take_count("full_attention_interval", 4, least=1)
         layers = _layers(keys)
         words = {"full_attention": "full", "linear_attention": "gated_delta_net"}
         kinds = read_layer_types(reader, len(layers), words)
         if kinds is None:
-            kinds = ["gated_delta_net" if (layer + 1) % max(interval, 1) else "full" for layer in layers]
+            kinds = ["gated_delta_net" if (layer + 1) % interval else "full" for layer in layers]
         keys["attention_pattern"] = shortest_pattern(kinds)
 
     def write(self, model: ModelConfig, json: Json) -> None:
@@ -132,12 +130,10 @@ class SparseStep:
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads mlp_pattern and num_dense_layers."""
-        step = reader.take_count("decoder_sparse_step", 1)
-        if step == 0:
-            reader.refuse("decoder_sparse_step=0: it must be at least 1")
+        step = reader.take_count("decoder_sparse_step", 1, least=1)
         dense = read_layer_numbers(reader, "mlp_only_layers", keys["num_decoder_layers"]) or []
         has_experts = keys["num_experts"] > 0
-        sparse = [has_experts and n not in dense and (n + 1) % max(step, 1) == 0 for n in _layers(keys)]
+        sparse = [has_experts and n not in dense and (n + 1) % step == 0 for n in _layers(keys)]
         set_mlp_kinds(keys, sparse)
 
     def write(self, model: ModelConfig, json: Json) -> None:
@@ -195,7 +191,7 @@ class Llama4Layers:
         if chunk is not None and not (is_count(chunk) and chunk > 0):
             reader.refuse(f"attention_chunk_size={chunk!r}: it must be a whole number above 0, or null")
             chunk = None
-        period = max(reader.take_count("no_rope_layer_interval", 4), 1)
+        period = reader.take_count("no_rope_layer_interval", 4, least=1)
         rotary = reader.take_given("no_rope_layers")
         rotary = [int((n + 1) % period != 0) for n in layers] if rotary in (None, []) else rotary
         if not isinstance(rotary, list) or len(rotary) < len(layers) or any(flag not in (0, 1) for flag in rotary):
@@ -225,7 +221,7 @@ class Llama4Experts:
 
     def read(self, reader: ConfigReader, keys: ModelKeys) -> None:
         """Reads mlp_pattern and num_dense_layers."""
-        step = max(reader.take_count("interleave_moe_layer_step", 1), 1)
+        step = reader.take_count("interleave_moe_layer_step", 1, least=1)
         sparse = read_layer_numbers(reader, "moe_layers", keys["num_decoder_layers"])
         sparse = list(range(step - 1, keys["num_decoder_layers"], step)) if sparse is None else sparse
         set_mlp_kinds(keys, [n in sparse for n in _layers(keys)])

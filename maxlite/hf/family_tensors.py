@@ -140,9 +140,7 @@ _DELTA_NET = (
         _both(("attention/query", "attention/key", "attention/value", "attention/gate"), "kernel"),
         grouped(by_head()),
     ),
-    _layer(
-        "linear_attn.in_proj_ba.weight", _both(("attention/beta", "attention/step"), "kernel"), grouped(by_head())
-    ),
+    _layer("linear_attn.in_proj_ba.weight", _both(("attention/beta", "attention/step"), "kernel"), grouped(by_head())),
     _layer(
         "linear_attn.conv1d.weight",
         _both(("attention/query_conv", "attention/key_conv", "attention/value_conv"), "kernel"),

@@ -1,5 +1,6 @@
 """Compares a conversion with transformers, where that is installed: the same ids, the logits of both."""
 
+import dataclasses
 import gc
 import importlib
 from pathlib import Path
@@ -54,7 +55,7 @@ def _token_ids(config: Config) -> np.ndarray:
 
 
 def _our_logits(config: Config, source: Path) -> np.ndarray:
-    compute = config.compute.__class__(**{**vars(config.compute), "dtype": "float32", "weight_dtype": "float32"})
+    compute = dataclasses.replace(config.compute, dtype="float32", weight_dtype="float32")
     model = build_model(config.model, compute)
     params = load_parameters(source, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params))
     tokens = jnp.asarray(_token_ids(config)[None], jnp.int32)

@@ -9,12 +9,9 @@ from typing import Any
 from maxlite.checkpoint.step_folder import CHECKPOINTS
 from maxlite.data.gguf_header import is_gguf, read_header
 from maxlite.data.gguf_tokenizer import write_tokenizer
-from maxlite.data.model_folder import has_tokenizer
+from maxlite.data.model_folder import ORIGINALS, has_tokenizer
 from maxlite.errors import ConversionError
 from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_folder
-
-# Below the run's folder, where no program takes the config.json for the run's own.
-ORIGINALS = "hugging_face"
 
 
 def keep_files(source: Path, run: Path) -> None:

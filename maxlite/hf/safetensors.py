@@ -91,7 +91,7 @@ def read_header(file: Path) -> dict[str, tuple[StoredTensor, int]]:
         tensors = _tensors_of(header, file, LENGTH_BYTES + length)
     except OSError as error:
         raise ConversionError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConversionError(f"{file} is not a safetensors file: its header is garbled ({error!r})") from error
     _check_extent(file, tensors, LENGTH_BYTES + length, size)
     return tensors
@@ -153,9 +153,11 @@ def _files_of(place: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        index = json.loads(file.read_text())["weight_map"]
+        index = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(name) for tensor, name in index.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ConversionError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConversionError(f"{file} is garbled: it needs a weight_map of tensor names to files") from error
 
 

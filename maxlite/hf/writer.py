@@ -17,6 +17,13 @@ from maxlite.hf.shards import Location, NewTensor, make_shards
 MAX_SHARD_BYTES = 5 * 10**9
 
 
+def check_new(destination: Path) -> None:
+    """Raises ConversionError if there is something at `destination`, be it a link that leads nowhere."""
+    # Not Path.exists, which raises OSError for a name that is too long.
+    if os.path.lexists(destination):
+        raise ConversionError(f"{destination} exists: choose another destination, or remove it first.")
+
+
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
     """Gives a folder to fill, which becomes `destination` if all goes well and is removed if not.
@@ -24,8 +31,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
     Raises:
         ConversionError: the destination exists, or something could not be written.
     """
-    if destination.exists():
-        raise ConversionError(f"{destination} exists: choose another destination, or remove it first")
+    check_new(destination)
     # Beside it, so that the renaming at the end stays inside one file system.
     unfinished = destination.with_name(f".{destination.name}.unfinished-{os.getpid()}")
     try:

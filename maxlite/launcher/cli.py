@@ -53,7 +53,9 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
 
 @app.command("convert-hf", context_settings=KEYS_WITH_DASHES)
 def convert_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a GGUF file, a run or its checkpoint.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a GGUF file, a run or its checkpoint.")
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="DST [KEY=VALUE]...", help="A new folder; weight_dtype= is its dtype.")
     ] = None,

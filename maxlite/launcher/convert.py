@@ -17,6 +17,7 @@ from maxlite.hf.folder import ModelFolder, is_model_folder, read_folder
 from maxlite.hf.logit_check import compare_with_transformers
 from maxlite.hf.plan import Plan, explain
 from maxlite.hf.run_files import run_of
+from maxlite.hf.writer import check_new
 from maxlite.launcher.resolve import folder_keys
 from maxlite.parallel.devices import prepare_jax
 
@@ -35,8 +36,8 @@ def convert(
     max_shard_bytes = parse_size(max_shard_size)
     if destination is None and not flags["explain"]:
         raise ConfigError("convert-hf needs a destination: maxlite convert-hf SRC DST (or --explain to look only).")
-    if destination is not None and Path(destination).exists():
-        raise ConversionError(f"{destination} exists: choose another destination, or remove it first.")
+    if destination is not None:
+        check_new(Path(destination))
     if is_model_folder(source):
         _import(read_folder(source), destination, overrides, flags)
     else:

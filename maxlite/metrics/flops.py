@@ -77,7 +77,10 @@ def _attention_parameters(model: ModelConfig, kind: str) -> int:
 
 def _delta_net_parameters(model: ModelConfig) -> int:
     heads = model.gdn_num_value_heads or 0
-    keys, values = (model.gdn_num_key_heads or 0) * (model.gdn_key_head_dim or 0), heads * (model.gdn_value_head_dim or 0)
+    keys, values = (
+        (model.gdn_num_key_heads or 0) * (model.gdn_key_head_dim or 0),
+        heads * (model.gdn_value_head_dim or 0),
+    )
     projections = model.emb_dim * (2 * keys + 3 * values + 2 * heads)
     return projections + (model.gdn_conv_kernel_dim or 0) * (2 * keys + values)
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.ops.soft_cap import soft_capped
+
 # Scores of unseen keys, and the floor of a row's maximum: finite, so that a row which sees no key gives exp(-1e29),
 # which is 0, where infinities would give NaN.
 UNSEEN_SCORE = -1e30
@@ -161,8 +163,7 @@ def _same_segment(query_segment_ids: jax.Array, key_segment_ids: jax.Array) -> j
 
 def _capped(options: _Options, scores: jax.Array) -> jax.Array:
     """Scale raw scores and bound them by the soft cap."""
-    scores = scores * options.scale
-    return scores if options.soft_cap is None else options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    return soft_capped(scores * options.scale, options.soft_cap)
 
 
 class _Block(NamedTuple):

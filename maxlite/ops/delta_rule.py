@@ -9,12 +9,13 @@ part of the difference between its value and what the memory holds there:
 is the solution of one triangular system, all chunks' at once, and a scan carries the memory from chunk to chunk.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Tokens of a chunk: the work inside of chunks grows with it, the number of steps from chunk to chunk falls.
+# Tokens of a chunk, a power of two: the work inside of chunks grows with it, the number of steps between them falls.
 CHUNK = 64
 
 
@@ -66,7 +67,7 @@ def chunked_delta_rule(inputs: DeltaInputs, documents: jax.Array, memory: jax.Ar
     Returns: [B, T, K, G, V] float32, and the memory after the last token.
     """
     length = documents.shape[1]
-    size = min(CHUNK, length)
+    size = min(CHUNK, 1 << (length - 1).bit_length())
     inputs = DeltaInputs(*(_in_chunks(array.astype(jnp.float32), size) for array in inputs))
     # The tokens that fill the last chunk up are of the last document, and leave its memory as it is.
     chunks = _solve_chunks(inputs, _in_chunks(documents, size, mode="edge"))
@@ -106,21 +107,35 @@ def _solve_chunks(inputs: DeltaInputs, documents: jax.Array) -> _Chunks:
     strength = beta.transpose(0, 1, 3, 4, 2)[..., None]
     read = jnp.einsum("NBCKH,NBCKG->NBKGCH", key, since_start)
     # Token C writes strength (value - what it reads), and it reads what the tokens J before it in the chunk wrote.
-    solved = jax.lax.linalg.triangular_solve(
-        overlap * strength,
-        jnp.concatenate([value.transpose(0, 1, 3, 4, 2, 5), read], axis=-1) * strength,
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    solution = _unit_triangular_inverse(overlap * strength)
     return _Chunks(
-        writes=solved[..., : value.shape[-1]],
-        reads=solved[..., value.shape[-1] :],
+        writes=jnp.einsum("NBKGCJ,NBJKGV->NBKGCV", solution, value * beta[..., None]),
+        reads=jnp.einsum("NBKGCJ,NBKGJH->NBKGCH", solution, read * strength),
         scores=jnp.einsum("NBCKH,NBJKH->NBKCJ", query, key)[:, :, :, None] * between,
         query=query[:, :, :, :, None] * since_start[..., None],
         key=key[:, :, :, :, None] * until_end[..., None],
         fading=_fading(faded[:, :, -1], before == last),
     )
+
+
+def _unit_triangular_inverse(matrix: jax.Array) -> jax.Array:
+    """Inverts I plus the part of [..., C, C] below its diagonal, C a power of two, by blocks of 1, 2, 4, ... rows.
+
+    Matrix products only: jax's own solver is a call of LAPACK on a CPU, which can block when it is first met on several
+    devices that wait for one another, and a loop over rows elsewhere.
+    """
+    size, lead = matrix.shape[-1], matrix.shape[:-2]
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    inverse, width = jnp.ones((*lead, size, 1, 1), matrix.dtype), 1
+    while width < size:
+        blocks = matrix.reshape(*lead, size // width // 2, 2, width, size // width // 2, 2, width)
+        below = jnp.einsum("...PIPJ->...PIJ", blocks[..., 1, :, :, 0, :])
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -product(product(second, below), first)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :, :]
 
 
 def _fading(logarithm: jax.Array, reaches: jax.Array) -> jax.Array:

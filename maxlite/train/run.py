@@ -82,7 +82,9 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
             )
             return TrainResult(directory.path, setup, dataset, state.params, start)
         directory.write_config(dump_config(config))
-        _keep_files(config, directory)
+        if start == 0:
+            # A resumed run has them already, and what it began from may be gone.
+            _keep_files(config, directory)
         with MetricsWriter(directory.path, config.metrics, start) as writer:
             writer.describe_run(start, dump_config(config), setup.model.num_parameters)
             dump_programs(config.metrics, setup, directory)
@@ -98,14 +100,14 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
         return TrainResult(directory.path, setup, dataset, state.params, done)
 
 
-def start_path(config: Config) -> str | None:
+def _start_path(config: Config) -> str | None:
     """Returns where the first parameters come from; None begins with random ones."""
     return config.checkpoint.load_parameters_path or config.checkpoint.load_hf
 
 
 def _keep_files(config: Config, directory: RunDirectory) -> None:
     """The tokenizer, and the JSON files of the model that the run began from, so that the run stands alone."""
-    path = start_path(config)
+    path = _start_path(config)
     if path is not None:
         keep_files(run_of(Path(path)), directory.path)
     if config.data.tokenizer_path is not None:
@@ -144,7 +146,7 @@ def _first_state(
         dataset.train.restore(data_state[DATA_POSITION])
         progress.line(f"Resumed at step {latest}")
         return state, latest
-    path = start_path(config)
+    path = _start_path(config)
     if path is not None:
         params = load_parameters(path, setup.model, shardings.params)
         progress.line(f"Parameters from {path}; optimizer and data begin anew")

@@ -8,7 +8,8 @@ MOE = ("num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16")
 GROUPS = ("n_routing_groups=4", "topk_routing_group=2", "router_group_score=top2_sum")
 LOCAL = ("attention_pattern=local", "sliding_window_size=4")
 MLA = (
-    "attention_pattern=mla", "kv_lora_rank=8", "qk_nope_head_dim=12", "qk_rope_head_dim=4", "v_head_dim=8", "head_dim=16",
+    "attention_pattern=mla", "kv_lora_rank=8", "qk_nope_head_dim=12", "qk_rope_head_dim=4", "v_head_dim=8",
+    "head_dim=16",
 )  # fmt: skip
 GDN = (
     "attention_pattern=gated_delta_net,full", "gdn_conv_kernel_dim=4", "gdn_num_key_heads=2", "gdn_num_value_heads=4",
@@ -89,7 +90,8 @@ BROKEN = {
         (["partial_rotary_factor=0.3"], ["partial_rotary_factor", "7", "even"]),
         ([*MLA, "partial_rotary_factor=0.5"], ["partial_rotary_factor", "qk_rope_head_dim"]),
         (
-            [key for key in MLA if "rope" not in key and "nope" not in key] + ["qk_rope_head_dim=5", "qk_nope_head_dim=11"],
+            [key for key in MLA if "rope" not in key and "nope" not in key]
+            + ["qk_rope_head_dim=5", "qk_nope_head_dim=11"],
             ["qk_rope_head_dim", "5", "even"],
         ),
     ],

@@ -14,7 +14,9 @@ def test_keys_of_softmax_attention_where_no_layer_has_it():
     sizes = ["gdn_conv_kernel_dim=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8", "gdn_num_key_heads=2"]
     given = [*sizes, "gdn_num_value_heads=2", "attention_sink=true", "attention_output_gate=true"]
     alone = load_config("base.yml", [*given, "attention_pattern=gated_delta_net"], {})
-    assert inert_keys(alone) == ["No effect, because all layers are gated_delta_net: attention_sink, attention_output_gate"]
+    assert inert_keys(alone) == [
+        "No effect, because all layers are gated_delta_net: attention_sink, attention_output_gate"
+    ]
     assert inert_keys(load_config("base.yml", [*given, "attention_pattern=gated_delta_net,full"], {})) == []
 
 

@@ -9,7 +9,8 @@ from maxlite.config.smoke import smoke_overrides
 SWITCHES = (
     "mlp_activation", "attention_pattern", "attention_bias", "use_qk_norm", "attn_logits_soft_cap", "attention_sink",
     "attention_output_gate", "partial_rotary_factor", "gdn_conv_kernel_dim",
-    "norm_topk_prob", "routed_score_func", "router_group_score", "routed_bias", "use_post_norms", "norm_scale_offset", "mlp_pattern", "normalization_layer_epsilon", "logits_via_embedding",
+    "norm_topk_prob", "routed_score_func", "router_group_score", "routed_bias", "use_post_norms", "norm_scale_offset",
+    "mlp_pattern", "normalization_layer_epsilon", "logits_via_embedding",
     "rope_type", "rope_max_timescale", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
     "original_max_position_embeddings", "max_position_embeddings", "use_v_norm", "share_kv_projections",
     "use_layer_scalar", "scaled_router",

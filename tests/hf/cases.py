@@ -168,8 +168,8 @@ QWEN = {
     ),
 }  # fmt: skip
 
-# Interval 3, and 4 layers: the full one is neither first nor last. Heads of every kind have widths of their own. A small
-# epsilon would blow up the rounding of the norm after the memory.
+# Interval 3, and 4 layers: the full one is neither first nor last. Heads of every kind have widths of their own. A
+# small epsilon would blow up the rounding of the norm after the memory.
 QWEN3_NEXT = {
     **SIZES, **rope(partial_rotary_factor=0.5), **QWEN_MOE, "rms_norm_eps": 0.1, "head_dim": 24,
     "shared_expert_intermediate_size": 48, "mlp_only_layers": [], "num_hidden_layers": 4, "full_attention_interval": 3,

@@ -21,7 +21,9 @@ def noise(name: str, shape: Sequence[int], kind: str = "plain") -> np.ndarray:
 
 def noise_kind(name: str, model_type: str) -> str:
     """Returns the kind of noise that a tensor of a file gets. A norm that is stored as an offset from one is plain."""
-    if name.endswith(("sinks", ".layer_scalar", ".scale", ".per_expert_scale", "conv1d.weight", "linear_attn.norm.weight")):
+    if name.endswith(
+        ("sinks", ".layer_scalar", ".scale", ".per_expert_scale", "conv1d.weight", "linear_attn.norm.weight")
+    ):
         return "scale"
     if re.search(r"norm(_\d)?\.weight$", name):
         return "plain" if model_type in OFFSET_NORMS else "scale"

@@ -350,6 +350,8 @@ BAD_ELSEWHERE = {
         {"per_layer_config": {str(n): {"intermediate_size": 512} for n in range(5, 60, 6)}},
         "it may say head_dim and num_key_value_heads",
     ),
+    "no period": ("gemma3-1b", {"sliding_window_pattern": 0}, "sliding_window_pattern=0: it must be a whole number of"),
+    "no step": ("qwen3-coder-480b-a35b", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     "truncate": (
         "olmo3-7b",
         {"rope_scaling": {**PUBLISHED["olmo3-7b"][0]["rope_scaling"], "truncate": False}},

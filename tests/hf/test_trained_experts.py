@@ -1,4 +1,4 @@
-"""A trained dense model as a mixture of experts: every expert is its MLP, so whatever the router says, nothing changes."""
+"""A trained dense model as a mixture of experts: each is its MLP, so whatever the router says, nothing changes."""
 
 import dataclasses
 import json

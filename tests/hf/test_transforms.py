@@ -30,10 +30,14 @@ CASES = {
     "turns of rows": (interleaved(kernel(stacked=True), 1), (GATE, UP), TURNS.swapaxes(1, 2)),
     "groups": (grouped(by_head()), (HEADS, OTHERS), GROUPS),
     "groups of biases": (
-        grouped(same()), (numbers(3, 2), numbers(3, 1, start=100)), np.array([0, 1, 100, 2, 3, 101, 4, 5, 102])
+        grouped(same()),
+        (numbers(3, 2), numbers(3, 1, start=100)),
+        np.array([0, 1, 100, 2, 3, 101, 4, 5, 102]),
     ),
     "taps": (
-        joined(depthwise(), 0), (TAPS, MORE_TAPS), np.concatenate([TAPS.reshape(4, 6), MORE_TAPS], axis=1).T[:, None]
+        joined(depthwise(), 0),
+        (TAPS, MORE_TAPS),
+        np.concatenate([TAPS.reshape(4, 6), MORE_TAPS], axis=1).T[:, None],
     ),
     "three": (interleaved(same(), 0), (numbers(2), numbers(2), numbers(2)), np.array([0, 0, 0, 1, 1, 1])),
 }

@@ -132,3 +132,8 @@ def test_a_destination_that_exists(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConversionError, match="could not be written"), new_folder(tmp_path / "file" / "out"):
         pytest.fail("entered")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConversionError, match="link exists"), new_folder(tmp_path / "link"):
+        pass
+    with pytest.raises(ConversionError, match="could not be written"), new_folder(tmp_path / ("n" * 300)):
+        pass

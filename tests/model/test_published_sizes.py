@@ -167,8 +167,8 @@ EXPERTS = {
     "olmoe-1b-7b": (64, 8, 1024, None),
 }
 LETTERS = {
-    "full": "f", "local": "l", "chunked": "c", "nope": "n", "mla": "m", "gated_delta_net": "g", "dense": "d", "moe": "e",
-    "dense_and_moe": "b",
+    "full": "f", "local": "l", "chunked": "c", "nope": "n", "mla": "m", "gated_delta_net": "g", "dense": "d",
+    "moe": "e", "dense_and_moe": "b",
 }  # fmt: skip
 # How far a local layer sees, by family. Where it is one key less or more than published, logits differ.
 WINDOWS = {

@@ -16,7 +16,9 @@ def rotated(x, interleave, share, theta=1e4):
     size = int(x.shape[-1] * share)
     turning, rest = x[..., :size], x[..., size:]
     first, second = (
-        (turning[..., 0::2], turning[..., 1::2]) if interleave else (turning[..., : size // 2], turning[..., size // 2 :])
+        (turning[..., 0::2], turning[..., 1::2])
+        if interleave
+        else (turning[..., : size // 2], turning[..., size // 2 :])
     )
     angles = np.arange(x.shape[0])[:, None] * theta ** (-np.arange(size // 2) / (size // 2))
     turned = (first + 1j * second) * np.exp(1j * angles)[:, None]
@@ -51,9 +53,7 @@ def expected_output(attention, x, kind, model):
         v = normed(v, model, -1)
     if model.use_qk_norm and model.qk_norm_type != "l2":
         dims = -1 if model.qk_norm_type == "head" else (-2, -1)
-        q, k = (
-            normed(y, model, dims, weights[f"{name}_norm/scale"]) for name, y in (("query", q), ("key", k))
-        )
+        q, k = (normed(y, model, dims, weights[f"{name}_norm/scale"]) for name, y in (("query", q), ("key", k)))
     if kind != "nope":
         if model.rope_type == "proportional":
             q, k = (turned_in_proportion(y, model.partial_rotary_factor) for y in (q, k))
@@ -95,7 +95,12 @@ CASES = {
     "nope": ("nope", ["attention_pattern=full,nope"]),
     "temperature": (
         "nope",
-        ["attention_pattern=full,nope", "temperature_tuning=true", "temperature_tuning_floor=2", "temperature_tuning_scale=0.7"],
+        [
+            "attention_pattern=full,nope",
+            "temperature_tuning=true",
+            "temperature_tuning_floor=2",
+            "temperature_tuning_scale=0.7",
+        ],
     ),
     "biases": ("full", ["attention_bias=true", "attention_out_bias=true"]),
     "out bias": ("full", ["attention_out_bias=true"]),
