@@ -139,7 +139,10 @@ def check_start(config: Config) -> Iterator[str]:
     """The first parameters come from one place."""
     checkpoint = config.checkpoint
     if checkpoint.load_hf is not None and checkpoint.load_parameters_path is not None:
-        yield "load_hf and load_parameters_path are both set; give the one whose parameters are the start."
+        yield (
+            f"load_hf={checkpoint.load_hf} and load_parameters_path={checkpoint.load_parameters_path} are both set; "
+            "the start is one of them, so set the other to null."
+        )
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (

@@ -121,7 +121,7 @@ class _Loading:
             # The folder itself is the run, wherever it has been moved and whatever it was called.
             self.entries["base_output_directory"] = Entry(str(file.parent.parent), f"run directory {path}")
             self.entries["run_name"] = Entry(file.parent.name, f"run directory {path}")
-            if (file.parent / TOKENIZER_FILE).is_file():
+            if self.entries["tokenizer_path"].value is not None and (file.parent / TOKENIZER_FILE).is_file():
                 self.entries["tokenizer_path"] = Entry(str(file.parent), f"run directory {path}")
         named = command_line.get("model") or environment.get("model")
         folder = command_line.get("load_hf") or environment.get("load_hf")
@@ -131,6 +131,7 @@ class _Loading:
             self.entries.update({name: defaults[name] for name in MODEL_KEYS})
         if replaced or not resolved:
             self._add_model(named, folder or self.entries["load_hf"])
+        self._add_tokenizer({**environment, **command_line})
         # A resolved file is shrunk already, unless another model has just taken its place.
         shrink = replaced or not resolved
         values = self._values({**environment, **command_line}, defaults, shrink)
@@ -188,6 +189,17 @@ class _Loading:
         source = f"load_hf={path}"
         found = {name: Entry(_plain(value), source) for name, value in self.folder_reader(path).items()}
         self.entries.update({"model": Entry(Path(path).resolve().name, source), **found})
+
+    def _add_tokenizer(self, last: dict[str, Entry]) -> None:
+        """Parameters of a run that has a tokenizer come with it: ids of another one would mean nothing to them."""
+        given = last.get("load_parameters_path") or self.entries["load_parameters_path"]
+        path = self._parse("load_parameters_path", given, None)
+        if path is None or "tokenizer_path" in last or self.entries["tokenizer_path"].value is not None:
+            return
+        place = Path(path).expanduser()
+        run = place.parents[1] if place.parent.name == "checkpoints" else place
+        if (run / TOKENIZER_FILE).is_file():
+            self.entries["tokenizer_path"] = Entry(str(run), f"load_parameters_path={path}")
 
     def _add_model_yaml(self, named: Entry) -> None:
         name = named.text or str(named.value)

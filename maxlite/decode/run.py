@@ -206,9 +206,10 @@ def _grow(batch: Sequence[Continuation], drawn: np.ndarray, max_new_tokens: int)
 
 
 def _build_decode_model(config: Config) -> Model:
-    # Weights are cast once, when they are read, and not again for every token.
+    # Weights are cast once, when they are read, and not again for every token; unless another dtype was asked for.
     dtype = resolve_dtype(config.compute.dtype)
-    return build_model(config.model, dataclasses.replace(config.compute, dtype=dtype, weight_dtype=dtype))
+    weight_dtype = config.compute.weight_dtype if config.was_given("weight_dtype") else dtype
+    return build_model(config.model, dataclasses.replace(config.compute, dtype=dtype, weight_dtype=weight_dtype))
 
 
 def _rules_for_rows(config: Config, mesh: Mesh, num_rows: int) -> LogicalAxisRules:

@@ -51,7 +51,7 @@ def keep_tokenizer(source: Path, destination: Path) -> None:
         if has_tokenizer(source):
             write_tokenizer(read_header(source), destination)
         return
-    source = source if source.is_dir() else source.parent
+    source = source.parent if source.is_file() else source
     for name in TOKENIZER_FILES:
         if not (source / name).is_file() or (source / name).resolve() == (destination / name).resolve():
             continue

@@ -7,6 +7,7 @@ from typing import Any
 from maxlite.config.load import load_config
 from maxlite.config.schema import Config
 from maxlite.data.model_folder import has_tokenizer
+from maxlite.errors import ConfigError
 from maxlite.hf.folder import is_model_folder, read_folder
 
 # A row of training that suits every model is cut to what a small one may be asked for.
@@ -23,7 +24,14 @@ def resolve_config(path: str, overrides: Sequence[str]) -> Config:
     if is_model_folder(path):
         reader = functools.partial(folder_keys, expects_text=False)
         return load_config("base.yml", [f"load_hf={path}", *overrides], folder_reader=reader)
-    return load_config(path, overrides, folder_reader=folder_keys)
+    config = load_config(path, overrides, folder_reader=folder_keys)
+    folder, data = config.checkpoint.load_hf, config.data
+    if folder is not None and data.dataset_type != "synthetic" and data.tokenizer_path is None:
+        raise ConfigError(
+            f"load_hf={folder} has no tokenizer.json, and bytes would mean nothing to its model: give tokenizer_path=, "
+            "or dataset_type=synthetic if there is no text (prompts are ids then)."
+        )
+    return config
 
 
 def folder_keys(folder: str, *, expects_text: bool = True) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ part of the difference between its value and what the memory holds there:
 is the solution of one triangular system, all chunks' at once, and a scan carries the memory from chunk to chunk.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -118,6 +117,7 @@ def _solve_chunks(inputs: DeltaInputs, documents: jax.Array) -> _Chunks:
     )
 
 
+@jax.custom_vjp
 def _unit_triangular_inverse(matrix: jax.Array) -> jax.Array:
     """Inverts I plus the part of [..., C, C] below its diagonal, C a power of two, by blocks of 1, 2, 4, ... rows.
 
@@ -125,17 +125,35 @@ def _unit_triangular_inverse(matrix: jax.Array) -> jax.Array:
     devices that wait for one another, and a loop over rows elsewhere.
     """
     size, lead = matrix.shape[-1], matrix.shape[:-2]
-    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     inverse, width = jnp.ones((*lead, size, 1, 1), matrix.dtype), 1
     while width < size:
         blocks = matrix.reshape(*lead, size // width // 2, 2, width, size // width // 2, 2, width)
         below = jnp.einsum("...PIPJ->...PIJ", blocks[..., 1, :, :, 0, :])
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -product(product(second, below), first)
+        corner = -_exact_product(second, below, first)
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         width *= 2
     return inverse[..., 0, :, :]
+
+
+def _inverse_forward(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = _unit_triangular_inverse(matrix)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    turned = inverse.mT
+    return (-jnp.tril(_exact_product(turned, gradient, turned), -1),)
+
+
+_unit_triangular_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _exact_product(first: jax.Array, second: jax.Array, third: jax.Array) -> jax.Array:
+    """Of small matrices, in whose product the errors of a whole chunk add up."""
+    precision = jax.lax.Precision.HIGHEST
+    return jnp.matmul(jnp.matmul(first, second, precision=precision), third, precision=precision)
 
 
 def _fading(logarithm: jax.Array, reaches: jax.Array) -> jax.Array:

@@ -78,6 +78,26 @@ def test_training_begins_from_an_imported_run_and_does_not_resume_it(tmp_path, m
     assert Path("runs/next/tokenizer.json").is_file() and Path("runs/next/hugging_face/config.json").is_file()
 
 
+def test_text_goes_through_the_tokenizer_that_came_with_the_parameters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_convert(STORIES, "imported")
+    begin = ["model=imported/model.yml", "load_parameters_path=imported"]
+    assert resolve_config("base.yml", begin).data.tokenizer_path == "imported"
+    assert resolve_config("base.yml", [begin[0], "load_parameters_path=imported/checkpoints/0"]).data.tokenizer_path
+    other = [*begin, "tokenizer_path=null", "dataset_type=synthetic"]
+    assert resolve_config("base.yml", other).data.tokenizer_path is None
+    (tmp_path / "imported" / "tokenizer.json").unlink()
+    assert resolve_config("base.yml", begin).data.tokenizer_path is None
+
+
+def test_a_folder_without_a_tokenizer_is_not_fed_bytes(folder):
+    with pytest.raises(ConfigError, match="no tokenizer.json.*tokenizer_path=.*dataset_type=synthetic"):
+        resolve_config("base.yml", [f"load_hf={folder}", "vocab_size=300"])
+    assert resolve_config("base.yml", [f"load_hf={folder}", "dataset_type=synthetic"]).model.vocab_size == 128
+    # Decoding from it needs no text.
+    assert resolve_config(str(folder), []).data.dataset_type == "synthetic"
+
+
 def test_tied_embeddings_stay_one_tensor_through_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = ["cpu_devices=1", "steps=3", "max_target_length=32", "per_device_batch_size=1", "eval_interval=0",

@@ -24,6 +24,7 @@ SEGMENTS = np.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1]]
 POSITIONS = np.asarray([[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 0, 0, 1, 2, 3, 4, 5, 6]], np.int32)
 INPUT = np.random.default_rng(0).normal(size=(BATCH, LENGTH, DIM))
 THETA = 100.0
+SPEC = LayerSpec("mla", "dense")
 SCALE = (CONTENT + ROPE) ** -0.5
 
 
@@ -145,7 +146,7 @@ def test_epsilon_of_the_latent_norms(tiny_config):
 def cached_outputs(layer, lengths, dtype="float32", slots=LENGTH + 4):
     """Runs the tokens in pieces of these lengths. Returns outputs [B, T, D] and the cache."""
     model = dataclasses.make_dataclass("Sizes", ["kv_lora_rank", "qk_rope_head_dim"])(RANK, ROPE)
-    cache = MultiHeadLatentAttention.init_cache(model, dtype, BATCH, slots)
+    cache = MultiHeadLatentAttention.init_cache(SPEC, model, dtype, BATCH, slots)
     # What the slots hold before they are written must not matter, if only their segment is 0.
     cache = jax.tree.map(lambda leaf: leaf + 1000, cache)
     outputs, start = [], 0
@@ -191,7 +192,7 @@ def test_cached_step_makes_no_key_for_each_head(tiny_config):
         tokens = np.zeros((BATCH, length), np.int32)
         keys = (np.zeros((BATCH, slots), np.int32),) * 2 if cached else None
         context = context_of(tokens, tokens, keys, 0 if cached else None)
-        cache = MultiHeadLatentAttention.init_cache(config.model, "float32", BATCH, slots) if cached else None
+        cache = MultiHeadLatentAttention.init_cache(SPEC, config.model, "float32", BATCH, slots) if cached else None
         return jax.jit(lambda x: layer(x, context, cache)[0]).lower(jnp.zeros((BATCH, length, DIM))).as_text()
 
     assert f"{slots}x{HEADS}x{CONTENT}" in lowered(slots, cached=False)
