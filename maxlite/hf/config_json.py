@@ -10,7 +10,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.errors import ConversionError
 from maxlite.hf.families import BY_MODEL_TYPE, BY_WRAPPER, FAMILIES
 from maxlite.hf.family_canonical import canonical, default_config
-from maxlite.hf.family_fields import ConfigReader, Json, ModelKeys
+from maxlite.hf.family_fields import ConfigReader, Json, ModelKeys, is_count
 from maxlite.hf.family_lines import Family
 
 # Keys that say nothing about what the model computes, in any family.
@@ -67,11 +67,12 @@ _WRAPPER_KEYS = frozenset(
 )
 # Keys that may stand in any file, but with one value only.
 _MUST_BE = {"is_encoder_decoder": (False,), "chunk_size_feed_forward": (0,), "add_cross_attention": (False,)}
+# dequantize says what transformers would make of the weights; here they become floats in any case.
 _FP8_KEYS = frozenset(
     {"quant_method", "activation_scheme", "fmt", "weight_block_size", "scale_fmt", "modules_to_not_convert"}
+    | {"modules_to_convert", "dequantize", "expert_dtype"}
 )
-_MXFP4_KEYS = frozenset({"quant_method", "modules_to_not_convert"})
-_FP8_BLOCK = [128, 128]
+_MXFP4_KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 
 
 def read_config(json: Mapping[str, Any], where: str) -> tuple[Family, ModelKeys]:
@@ -172,7 +173,7 @@ def inexpressible_keys(family: Family, model: ModelConfig) -> list[str]:
 
 
 def quantization_method(json: Mapping[str, Any]) -> str | None:
-    """Returns how the weights of a folder are stored: fp8 in blocks of 128 x 128, mxfp4, or None as they are."""
+    """Returns how the weights of a folder are stored: fp8 in blocks, mxfp4, or None as they are."""
     quantization = json.get("quantization_config")
     return quantization["quant_method"] if isinstance(quantization, dict) else None
 
@@ -224,13 +225,17 @@ def _quantization_problems(json: Mapping[str, Any], where: str) -> list[str]:
         f"{where}: quantization_config.{name}={given[name]!r} is not known for {method}."
         for name in sorted(given.keys() - (_FP8_KEYS if method == "fp8" else _MXFP4_KEYS))
     ]
-    if method == "fp8" and given.get("weight_block_size") != _FP8_BLOCK:
+    block = given.get("weight_block_size")
+    if method == "fp8" and not (isinstance(block, list) and len(block) == 2 and all(is_count(n) and n for n in block)):
         problems.append(
-            f"{where}: quantization_config.weight_block_size={given.get('weight_block_size')!r} is not supported; "
-            f"it may be {_FP8_BLOCK}."
+            f"{where}: quantization_config.weight_block_size={block!r} is not supported; it may be a block's rows and "
+            "columns, as in [128, 128]."
         )
-    if method == "fp8" and given.get("fmt", "e4m3") != "e4m3":
-        problems.append(f"{where}: quantization_config.fmt={given['fmt']!r} is not supported; it may be e4m3.")
+    for name, allowed in (("fmt", "e4m3"), ("expert_dtype", "fp8"), ("modules_to_convert", None)):
+        if method == "fp8" and given.get(name, allowed) != allowed:
+            problems.append(
+                f"{where}: quantization_config.{name}={given[name]!r} is not supported; it may be {allowed}."
+            )
     if method == "mxfp4" and json.get("model_type") != "gpt_oss":
         problems.append(f"{where}: quantization_config.quant_method='mxfp4' is supported for model_type gpt_oss only.")
     return problems

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from maxlite.config.schema import Config, ModelConfig
 from maxlite.data.model_folder import ORIGINALS
 from maxlite.data.tokenizer import build_tokenizer
 from maxlite.data.tokenizer_files import write_byte_tokenizer
+from maxlite.errors import CheckpointError, ConversionError
 from maxlite.hf.config_json import IGNORED_KEYS, family_for, inexpressible_keys, write_config
 from maxlite.hf.families import BY_MODEL_TYPE
 from maxlite.hf.family_lines import Family
@@ -50,9 +52,13 @@ def import_folder(config: Config, destination: Path, notes: TextIO = sys.stdout)
     with new_folder(destination) as unfinished:
         params = load_folder(folder, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params), notes)
         checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
-        checkpointer = Checkpointer(unfinished, checkpoint, lean=True)
-        checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
-        checkpointer.close()
+        try:
+            checkpointer = Checkpointer(unfinished, checkpoint, lean=True)
+            checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
+            checkpointer.close()
+        except CheckpointError as error:
+            # What that says of other steps and of training means nothing here.
+            raise ConversionError(f"{destination} could not be written: {str(error).splitlines()[0]}") from error
         keep_files(folder.path, unfinished)
         (unfinished / "model.yml").write_text(dump_model(config, f"{folder.path.resolve().name}, converted"))
         (unfinished / "config.yml").write_text(dump_config(_config_of_run(config, folder, destination)))
@@ -132,7 +138,7 @@ def _original_config(run: Path) -> dict[str, Any]:
 
 def _config_of_run(config: Config, folder: ModelFolder, destination: Path) -> Config:
     """What the run's own config.yml says: itself in place of the folder that it came from."""
-    given = destination.expanduser().absolute()
+    given = Path(os.path.abspath(destination.expanduser()))
     run = dataclasses.replace(
         config.run, model=folder.path.resolve().name, run_name=given.name, base_output_directory=str(given.parent)
     )

@@ -39,7 +39,7 @@ class ConfigReader:
         """Returns the value of `name`, or of another name that versions of the format have for it; ABSENT if none."""
         self._asked |= {name, *aliases}
         given = [(spelling, self.json[spelling]) for spelling in (name, *aliases) if spelling in self.json]
-        if any(value != given[0][1] for _, value in given):
+        if any(value != given[0][1] for _, value in given[1:]):
             listed = " and ".join(f"{spelling}={value!r}" for spelling, value in given)
             self.refuse(f"{listed} mean the same key but differ")
         return given[0][1] if given else ABSENT

@@ -33,10 +33,12 @@ class Difference(NamedTuple):
 def compare_with_transformers(config: Config, source: Path, folder: Path) -> Difference:
     """Runs the parameters at `source` here, and those of a Hugging Face `folder` in transformers, both in float32.
 
+    Both are rounded to weight_dtype first, since one of the two may hold more than the other was asked to.
+
     Raises:
         ConversionError: transformers is not installed, or the logits differ by more than rounding.
     """
-    expected = _transformers_logits(folder, _token_ids(config))
+    expected = _transformers_logits(folder, _token_ids(config), config.compute.weight_dtype)
     found = _our_logits(config, source)
     largest = float(np.abs(found - expected).max())
     difference = Difference(largest, float(expected.std()), len(expected))
@@ -55,7 +57,7 @@ def _token_ids(config: Config) -> np.ndarray:
 
 
 def _our_logits(config: Config, source: Path) -> np.ndarray:
-    compute = dataclasses.replace(config.compute, dtype="float32", weight_dtype="float32")
+    compute = dataclasses.replace(config.compute, dtype="float32")
     model = build_model(config.model, compute)
     params = load_parameters(source, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params))
     tokens = jnp.asarray(_token_ids(config)[None], jnp.int32)
@@ -69,7 +71,7 @@ def _our_logits(config: Config, source: Path) -> np.ndarray:
         return np.asarray(logits(params))
 
 
-def _transformers_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+def _transformers_logits(folder: Path, ids: np.ndarray, weight_dtype: str) -> np.ndarray:
     place, options = folder, {}
     try:
         # Never needed to run maxlite, so they are looked for only when they are asked for.
@@ -83,8 +85,9 @@ def _transformers_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
             f"--check needs torch and transformers, of a GGUF file accelerate too; {error.name} is not installed."
         ) from error
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        place, **options, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+        place, **options, dtype=getattr(torch, weight_dtype), attn_implementation="eager", local_files_only=True
+    )
+    model = model.float().eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)[None]).logits[0].float().numpy()
     del model

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from maxlite.hf.plan import Piece, Plan, natural_order
 from maxlite.hf.shards import Location, NewTensor, make_shards
 
 MAX_SHARD_BYTES = 5 * 10**9
+# Between the destination's name and the number of the process that makes it.
+_UNFINISHED = ".unfinished-"
 
 
 def check_new(destination: Path) -> None:
@@ -33,15 +37,49 @@ def new_folder(destination: Path) -> Iterator[Path]:
     """
     check_new(destination)
     # Beside it, so that the renaming at the end stays inside one file system.
-    unfinished = destination.with_name(f".{destination.name}.unfinished-{os.getpid()}")
+    unfinished = destination.with_name(f".{destination.name}{_UNFINISHED}{os.getpid()}")
+    _remove_litter(destination)
     try:
         unfinished.mkdir(parents=True)
-        yield unfinished
+        with _stop_signal_as_exit():
+            yield unfinished
         unfinished.rename(destination)
     except OSError as error:
         raise ConversionError(f"{destination} could not be written: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _remove_litter(destination: Path) -> None:
+    """Removes what conversions to this destination left that were killed; theirs who still run stays."""
+    prefix = f".{destination.name}{_UNFINISHED}"
+    folder = destination.parent
+    entries = [entry for entry in folder.iterdir() if entry.name.startswith(prefix)] if folder.is_dir() else []
+    for entry in entries:
+        number = entry.name.removeprefix(prefix)
+        try:
+            os.kill(int(number), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(entry, ignore_errors=True)
+        except PermissionError:
+            pass  # Another user's process, which runs.
+
+
+@contextlib.contextmanager
+def _stop_signal_as_exit() -> Iterator[None]:
+    """SIGTERM ends the process as an exception does, so that what is unfinished is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def new_tensors(plan: Plan, dtype: np.dtype | None) -> list[NewTensor]:

@@ -45,7 +45,7 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
     """Continue prompts from a run, a Hugging Face folder, a GGUF file, or base.yml with load_parameters_path=."""
     from maxlite.launcher.resolve import resolve_config
 
-    resolved = resolve_config(config, overrides or [])
+    resolved = resolve_config(config, overrides or [], prompts_may_be_ids=True)
     from maxlite.decode.run import run_decode
 
     run_decode(resolved, config, json_output=json_output)
@@ -64,6 +64,11 @@ def convert_hf(
     max_shard_size: Annotated[str, typer.Option(help="Largest file of an export.")] = "5GB",
 ) -> None:
     """Convert a Hugging Face folder or GGUF file to a run, or a run to a Hugging Face folder."""
+    from maxlite.hf.folder import is_model_folder, read_folder
+
+    if is_model_folder(source):
+        # What is wrong with config.json shows before jax is loaded.
+        read_folder(source)
     from maxlite.launcher.convert import convert
 
     given = arguments or []

@@ -1,6 +1,7 @@
 """`maxlite convert-hf`: a Hugging Face folder becomes a run, a run becomes a Hugging Face folder."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,11 @@ def _import(folder: ModelFolder, destination: str | None, overrides: list[str], 
     count, dtype = f"{model.num_parameters:,} parameters", config.compute.weight_dtype
     print(f"Run: {destination}, {folder.family.model_type}, {count}, {dtype}")
     if flags["check"]:
-        _check(config, Path(destination), folder.path)
-    print(f"Go on: maxlite decode {destination}")
-    print(f"       maxlite train base.yml model={destination}/model.yml load_parameters_path={destination}")
+        _check(config, Path(destination), folder.path, destination)
+    run = Path(destination)
+    parameters = shlex.quote(f"load_parameters_path={run}")
+    print(f"Go on: maxlite decode {shlex.quote(str(run))}")
+    print(f"       maxlite train base.yml {shlex.quote(f'model={run}/model.yml')} {parameters}")
 
 
 def _export(
@@ -96,7 +99,7 @@ def _export(
     model = export_run(config, source, Path(destination), max_shard_bytes)
     print(f"Hugging Face folder: {destination}, {model.num_parameters:,} parameters, {config.compute.weight_dtype}")
     if flags["check"]:
-        _check(config, source, Path(destination))
+        _check(config, source, Path(destination), destination)
 
 
 def stored_dtype(folder: ModelFolder) -> str:
@@ -127,8 +130,12 @@ def print_plan(plan: Plan) -> None:
     Console(width=400, highlight=False, markup=False, soft_wrap=True).print(table)
 
 
-def _check(config: Config, source: Path, folder: Path) -> None:
-    difference = compare_with_transformers(config, source, folder)
+def _check(config: Config, source: Path, folder: Path, made: str) -> None:
+    """made: the destination, which is there by now."""
+    try:
+        difference = compare_with_transformers(config, source, folder)
+    except ConversionError as error:
+        raise ConversionError(f"{error}\n{made} was written all the same.") from error
     within = f"at most {difference.largest:.2g} (standard deviation {difference.deviation:.3g})"
     print(f"Check: {difference.positions} positions, the logits of transformers differ by {within}")
 

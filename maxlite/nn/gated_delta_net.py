@@ -108,8 +108,8 @@ class GatedDeltaNet(nnx.Module):
             output, memory = chunked_delta_rule(inputs, documents, start.memory)
         if cache is not None:
             counts = jnp.sum(real.astype(jnp.int32), axis=1)
-            histories = (next_history(new, old, counts) for new, old in zip(streams, start[:3], strict=True))
-            cache = DeltaCache(*histories, memory)
+            query, key, value = (next_history(new, old, counts) for new, old in zip(streams, start[:3], strict=True))
+            cache = DeltaCache(query, key, value, memory)
         gate = checkpoint_name(_placed(self.gate(x)), "gate_proj")
         gated = self.norm(output).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return checkpoint_name(self.out(_placed(gated)), "out_proj"), cache
@@ -131,8 +131,10 @@ class GatedDeltaNet(nnx.Module):
     def _nothing(self, query: jax.Array, key: jax.Array, value: jax.Array) -> DeltaCache:
         """The cache before the first token."""
         batch, _, heads, groups, value_width = value.shape
-        histories = (jnp.zeros((batch, self.width - 1, *x.shape[2:]), x.dtype) for x in (query, key, value))
-        return DeltaCache(*histories, jnp.zeros((batch, heads, groups, key.shape[-1], value_width)))
+        before = [jnp.zeros((batch, self.width - 1, *x.shape[2:]), x.dtype) for x in (query, key, value)]
+        return DeltaCache(
+            before[0], before[1], before[2], jnp.zeros((batch, heads, groups, key.shape[-1], value_width))
+        )
 
     def _inputs(
         self,

@@ -172,7 +172,7 @@ QWEN = {
 # small epsilon would blow up the rounding of the norm after the memory.
 QWEN3_NEXT = {
     **SIZES, **rope(partial_rotary_factor=0.5), **QWEN_MOE, "rms_norm_eps": 0.1, "head_dim": 24,
-    "shared_expert_intermediate_size": 48, "mlp_only_layers": [], "num_hidden_layers": 4, "full_attention_interval": 3,
+    "shared_expert_intermediate_size": 48, "mlp_only_layers": [], "num_hidden_layers": 4,
     "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
 }  # fmt: skip
@@ -180,7 +180,7 @@ NEXT_LAYERS = ["full_attention"] * 2 + ["linear_attention"] * 2
 NEXT = {
     "qwen3-next": Case(
         "Qwen3NextConfig",
-        QWEN3_NEXT,
+        {**QWEN3_NEXT, "full_attention_interval": 3},
         (rope(partial_rotary_factor=0.25), rope(theta=1e6, partial_rotary_factor=0.5), {"norm_topk_prob": False},
          {"rms_norm_eps": 1e-5}),
         ("q_norm", "k_norm", "A_log", "dt_bias", "conv1d", "linear_attn.norm", "in_proj_ba", "shared_expert_gate",

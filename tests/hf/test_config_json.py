@@ -105,6 +105,20 @@ def test_goldens_are_there():
     assert len(GOLDENS) >= 39
 
 
+def test_linear_layers_by_interval_and_by_list_and_rotary_share_by_default():
+    given = {**PUBLISHED["qwen3-next-80b-a3b"][0], "num_hidden_layers": 6}
+    del given["partial_rotary_factor"]
+    assert read(given).partial_rotary_factor == 0.25
+    assert read({**given, "full_attention_interval": 2}).attention_pattern == ("gated_delta_net", "full")
+    listed = {**given, "layer_types": ["full_attention"] * 2 + ["linear_attention"] * 4}
+    assert read(listed).attention_pattern == ("full",) * 2 + ("gated_delta_net",) * 4
+    full = read({**given, "layer_types": ["full_attention"] * 6})
+    assert full.attention_pattern == ("full",) and full.gdn_num_key_heads is None
+    written = write_config(BY_MODEL_TYPE["qwen3_next"], full, "float32")
+    assert (written["linear_num_key_heads"], written["linear_conv_kernel_dim"]) == (16, 4)
+    assert written["rope_parameters"]["partial_rotary_factor"] == 0.25
+
+
 def test_window_that_is_switched_off_is_off():
     given = {**PUBLISHED["qwen2.5-7b"][0], "sliding_window": 8, "max_window_layers": 4, "num_hidden_layers": 6}
     assert read(given).attention_pattern == ("full",) and read(given).sliding_window_size is None
@@ -268,8 +282,8 @@ BAD = {
     "quantization": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["'gptq'", "fp8 or mxfp4"]),
     "mxfp4 elsewhere": ({"quantization_config": {"quant_method": "mxfp4"}}, ["gpt_oss only"]),
     "fp8 blocks": (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
-        ["weight_block_size=[64, 64]", "[128, 128]"],
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 0]}},
+        ["weight_block_size=[64, 0]", "[128, 128]"],
     ),
     "fp8 other key": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "kv_cache": "int8"}},
@@ -328,6 +342,16 @@ BAD_ELSEWHERE = {
     "chosen": ("gpt-oss-20b", {"experts_per_token": 2}, "num_experts_per_tok=4 and experts_per_token=2"),
     "sparse layers": ("qwen3-coder-480b-a35b", {"mlp_only_layers": [62]}, "numbers of layers, from 0 to 61"),
     "shared expert": ("qwen3-coder-480b-a35b", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate"),
+    "convolutions": ("qwen3-next-80b-a3b", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    "interval": ("qwen3-next-80b-a3b", {"full_attention_interval": 0}, "full_attention_interval=0"),
+    "linear heads": ("qwen3-next-80b-a3b", {"linear_num_value_heads": 24}, "gdn_num_value_heads=24"),
+    "linear layers": ("qwen3-next-80b-a3b", {"layer_types": ["local"] * 48}, "full_attention or linear_attention"),
+    "two shares": (
+        "qwen3-next-80b-a3b",
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.25, but in rope_parameters it is 0.5",
+    ),
+    "no share": ("qwen3-next-80b-a3b", {"partial_rotary_factor": 0}, "partial_rotary_factor=0"),
     "outer key": ("gemma3-12b", {"audio_config": {}}, "audio_config"),
     "no text": ("gemma3-12b", {"text_config": None}, "needs an object text_config"),
     "inner type": ("gemma3-12b", {"text_config": {"model_type": "gemma2"}}, "text_config.model_type='gemma2'"),

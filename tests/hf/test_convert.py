@@ -87,15 +87,28 @@ def test_text_goes_through_the_tokenizer_that_came_with_the_parameters(tmp_path,
     other = [*begin, "tokenizer_path=null", "dataset_type=synthetic"]
     assert resolve_config("base.yml", other).data.tokenizer_path is None
     (tmp_path / "imported" / "tokenizer.json").unlink()
-    assert resolve_config("base.yml", begin).data.tokenizer_path is None
+    with pytest.raises(ConfigError, match="imported has no tokenizer.json"):
+        resolve_config("base.yml", begin)
 
 
-def test_a_folder_without_a_tokenizer_is_not_fed_bytes(folder):
+def test_a_folder_without_a_tokenizer_is_not_fed_bytes(folder, tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer.json.*tokenizer_path=.*dataset_type=synthetic"):
         resolve_config("base.yml", [f"load_hf={folder}", "vocab_size=300"])
     assert resolve_config("base.yml", [f"load_hf={folder}", "dataset_type=synthetic"]).model.vocab_size == 128
-    # Decoding from it needs no text.
-    assert resolve_config(str(folder), []).data.dataset_type == "synthetic"
+    run_convert(folder, tmp_path / "run")
+    begin = [f"model={tmp_path}/run/model.yml", f"load_parameters_path={tmp_path}/run"]
+    with pytest.raises(ConfigError, match="run has no tokenizer.json"):
+        resolve_config("base.yml", [*begin, "vocab_size=300"])
+    # Decoding needs no text, whatever form it is asked in.
+    for path, given in ((str(folder), []), ("base.yml", [f"load_hf={folder}"]), ("base.yml", begin)):
+        assert resolve_config(path, given, prompts_may_be_ids=True).data.dataset_type == "synthetic"
+
+
+def test_a_checkpoint_of_a_run_decodes(folder, tmp_path):
+    run_convert(folder, tmp_path / "run")
+    place = tmp_path / "run" / "checkpoints" / "0"
+    config = resolve_config(str(place), [], prompts_may_be_ids=True)
+    assert config.checkpoint.load_parameters_path == str(place) and config.model.vocab_size == 128
 
 
 def test_tied_embeddings_stay_one_tensor_through_training(tmp_path, monkeypatch):

@@ -103,6 +103,12 @@ def test_vision_part_is_left_out_knowingly(kind, tensor):
     assert not any(ignored.matches("model.layers.0.mlp.foo.weight") for ignored in table.ignored)
 
 
+def test_multi_token_prediction_of_qwen3_next_is_left_out():
+    ignored = BY_MODEL_TYPE["qwen3_next"].table.ignored
+    assert any(one.matches("mtp.layers.0.self_attn.q_proj.weight") for one in ignored)
+    assert not any(one.matches("model.layers.0.linear_attn.foo.weight") for one in ignored)
+
+
 def test_computed_frequencies_in_old_files_are_left_out():
     for family in FAMILIES:
         names = ("model.layers.3.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

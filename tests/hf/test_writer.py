@@ -1,5 +1,9 @@
 import json
+import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -137,3 +141,25 @@ def test_a_destination_that_exists(tmp_path):
         pass
     with pytest.raises(ConversionError, match="could not be written"), new_folder(tmp_path / ("n" * 300)):
         pass
+
+
+def test_what_killed_conversions_left_is_removed_and_what_others_make_stays(tmp_path):
+    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        dead, alive = tmp_path / ".out.unfinished-999999999", tmp_path / f".out.unfinished-{mine.pid}"
+        dead.mkdir()
+        alive.mkdir()
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "file").write_text("x")
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [alive.name, "out"]
+    finally:
+        mine.kill()
+        mine.wait()
+
+
+def test_a_stop_signal_leaves_nothing(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, new_folder(tmp_path / "out"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 143 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -10,7 +10,7 @@ from maxlite.model.build import build_model, resolve_dtype
 # A model of every kind of part.
 KINDS = (
     "default", "gemma3-1b", "gemma4-26b-a4b", "deepseek3-671b", "gpt-oss-20b", "llama4-17b-128e", "qwen2-57b-a14b",
-    "olmo3-7b",
+    "olmo3-7b", "qwen3-next-80b-a3b",
 )  # fmt: skip
 
 

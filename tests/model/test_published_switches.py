@@ -18,7 +18,7 @@ THETAS = {
     "llama2": 1e4, "llama": 5e5, "smollm2": 1e5, "smollm2-1.7b": 1.3e5, "gemma": 1e4, "gemma3": 1e6, "gemma4": 1e6,
     "mistral-7b-v0.1": 1e4, "mistral": 1e6, "mistral-small": 1e8, "ministral": 1e8, "mixtral": 1e6,
     "qwen": 1e6, "qwen3-4b-2507": 5e6, "qwen3-30b-a3b-2507": 1e7, "qwen3-235b-a22b-2507": 5e6, "qwen3-coder": 1e7,
-    "qwen3-next": 1e7,
+    "qwen3-next": 1e7, "qwen3.5": 1e7,
     "deepseek": 1e4, "kimi": 5e4, "gpt-oss": 1.5e5, "olmo": 5e5, "olmoe": 1e4,
 }  # fmt: skip
 # Longest sequence.
@@ -30,7 +30,8 @@ POSITIONS = {
     "mixtral-8x7b": 32768, "mixtral-8x22b": 65536,
     "qwen2.5": 131072, "qwen2.5-0.5b": 32768, "qwen2.5-3b": 32768, "qwen2-": 131072, "qwen1.5": 8192,
     "qwen3": 40960, "qwen3-4b-2507": 262144, "qwen3-30b-a3b-2507": 262144, "qwen3-235b-a22b-2507": 262144,
-    "qwen3-coder": 262144, "qwen3-next": 262144, "deepseek": 163840, "kimi": 131072, "gpt-oss": 131072,
+    "qwen3-coder": 262144, "qwen3-next": 262144, "qwen3.5": 262144, "deepseek": 163840, "kimi": 131072,
+    "gpt-oss": 131072,
     "olmo2": 4096, "olmo3": 65536, "olmoe": 4096,
 }  # fmt: skip
 EPSILONS = {
@@ -53,6 +54,10 @@ LLAMA4 = {
     "norm_topk_prob": False,
 }  # fmt: skip
 QWEN2_MOE = {"attention_bias": True, "norm_topk_prob": False, "shared_expert_gate": True}
+QWEN3_NEXT = {
+    "use_qk_norm": True, "attention_output_gate": True, "norm_scale_offset": 1.0, "partial_rotary_factor": 0.25,
+    "shared_expert_gate": True,
+}  # fmt: skip
 DEEPSEEK2 = {"rope_interleave": True, "norm_topk_prob": False}
 DEEPSEEK3 = {"rope_interleave": True, "routed_score_func": "sigmoid", "routed_bias": True}
 GPT_OSS = {
@@ -75,10 +80,8 @@ SWITCHES = {
     "qwen2-": QWEN2_MOE,
     "qwen1.5": QWEN2_MOE,
     "qwen3": {"use_qk_norm": True},
-    "qwen3-next": {
-        "use_qk_norm": True, "attention_output_gate": True, "norm_scale_offset": 1.0, "partial_rotary_factor": 0.25,
-        "shared_expert_gate": True,
-    },
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3.5": QWEN3_NEXT,
     "deepseek2-lite": DEEPSEEK2,
     "deepseek2": DEEPSEEK2 | {"routed_scaling_factor": 16.0, "n_routing_groups": 8, "topk_routing_group": 3},
     "deepseek3": DEEPSEEK3 | {
@@ -279,7 +282,7 @@ ROUTERS = {
     "qwen2-57b-a14b": before_choice, "qwen1.5-moe-a2.7b": before_choice,
     "qwen3-30b-a3b": after_choice, "qwen3-30b-a3b-2507": after_choice, "qwen3-235b-a22b": after_choice,
     "qwen3-235b-a22b-2507": after_choice, "qwen3-coder-480b-a35b": after_choice,
-    "qwen3-next-80b-a3b": after_choice,
+    "qwen3-next-80b-a3b": after_choice, "qwen3.5-35b-a3b": after_choice, "qwen3.5-397b-a17b": after_choice,
     "deepseek2-lite-16b": before_choice, "deepseek2-236b": deepseek2_groups, "deepseek3-671b": deepseek3_groups,
     "kimi-k2-1t": kimi, "gpt-oss-20b": after_choice, "gpt-oss-120b": after_choice, "olmoe-1b-7b": before_choice,
 }  # fmt: skip
