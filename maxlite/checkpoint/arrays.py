@@ -7,8 +7,8 @@ import orbax.checkpoint as ocp
 
 # Chunks of this size are compressed and read by several threads.
 CHUNK_BYTES = 16 << 20
-# Files that a conversion writes: what waits to be written to one is in memory.
-LEAST_FILE_BYTES, MOST_FILES = 8 << 20, 64
+# A conversion's chunks and files are smaller: what waits to be compressed or written is in memory.
+LEAN_CHUNK_BYTES, LEAST_FILE_BYTES, MOST_FILES = 4 << 20, 4 << 20, 128
 
 
 def array_handler(arrays: Any, *, lean: bool) -> ocp.PyTreeCheckpointHandler:
@@ -26,7 +26,8 @@ def array_handler(arrays: Any, *, lean: bool) -> ocp.PyTreeCheckpointHandler:
 
 def save_arguments(arrays: Any, *, lean: bool) -> ocp.args.PyTreeSave:
     """Returns what orbax needs to save a nested dict of arrays."""
-    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
+    size = LEAN_CHUNK_BYTES if lean else CHUNK_BYTES
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=size), arrays)
     if not lean:
         return ocp.args.PyTreeSave(arrays, save_args=chunks)
     total = sum(array.nbytes for array in jax.tree.leaves(arrays))
