@@ -16,8 +16,8 @@ class LayerCache(NamedTuple):
 class Cache(NamedTuple):
     """What a model remembers of the tokens so far.
 
-    layers: for each layer group, a LayerCache for each block of its pattern, stacked over the repeats; for decoding,
-        where layers are taken apart, a tuple of the repeats instead.
+    layers: for each layer group, what each block of its pattern keeps (keys and values: a LayerCache), stacked over
+        the repeats; for decoding, where layers are taken apart, a tuple of the repeats instead.
     positions: [B, S] int32, the position of the token in each slot.
     segment_ids: [B, S] int32, 0 where a slot holds nothing.
     index: int32, the slot that the next token is written to, the same in all rows.

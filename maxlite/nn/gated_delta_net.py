@@ -161,7 +161,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _placed(x: jax.Array) -> jax.Array:
-    """Names the dimensions of [B, T, K, H] or [B, T, K, G, V]."""
+    """Names the dimensions of [B, T, K, H], [B, T, K, G] or [B, T, K, G, V]."""
     heads = ("activation_kv_heads", "activation_heads")[: x.ndim - 3]
     return constrain(x, "batch", "length", *heads, None)
 
