@@ -2,18 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
+from maxlite.config.key_groups import FULL_LAYERS, GDN_SIZES, MLA_SIZES
 from maxlite.config.layers import has_experts, rotary_dim
 from maxlite.config.schema import Config
-
-_FULL_LAYERS = ("global_num_kv_heads", "global_head_dim", "share_kv_projections")
-_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_GDN_SIZES = (
-    "gdn_conv_kernel_dim",
-    "gdn_num_key_heads",
-    "gdn_num_value_heads",
-    "gdn_key_head_dim",
-    "gdn_value_head_dim",
-)
 
 
 def check_heads(config: Config) -> Iterator[str]:
@@ -25,7 +16,7 @@ def check_heads(config: Config) -> Iterator[str]:
                 f"num_query_heads={model.num_query_heads} is not a multiple of {name}={number}; "
                 "each key/value head serves the same number of query heads."
             )
-    for name in _FULL_LAYERS:
+    for name in FULL_LAYERS:
         if getattr(model, name) and "full" not in model.attention_pattern:
             yield f"{name} has no effect: attention_pattern has no full layer."
 
@@ -57,13 +48,13 @@ def check_layer_kinds(config: Config) -> Iterator[str]:
 def check_latent_attention(config: Config) -> Iterator[str]:
     """Latent attention has all of its sizes, and nothing else has any."""
     model = config.model
-    sizes = {name: getattr(model, name) for name in (*_MLA_SIZES, "q_lora_rank")}
+    sizes = {name: getattr(model, name) for name in (*MLA_SIZES, "q_lora_rank")}
     if "mla" not in model.attention_pattern:
         for name, size in sizes.items():
             if size is not None:
                 yield f"{name}={size} has no effect: attention_pattern has no mla layer."
         return
-    missing = [name for name in _MLA_SIZES if sizes[name] is None]
+    missing = [name for name in MLA_SIZES if sizes[name] is None]
     if missing:
         yield f"attention_pattern has mla layers, which need {', '.join(missing)}."
         return
@@ -87,7 +78,7 @@ def check_latent_attention(config: Config) -> Iterator[str]:
 def check_delta_net(config: Config) -> Iterator[str]:
     """Gated DeltaNet has all of its sizes, and nothing else has any; a key head serves whole value heads."""
     model = config.model
-    sizes = {name: getattr(model, name) for name in _GDN_SIZES}
+    sizes = {name: getattr(model, name) for name in GDN_SIZES}
     if "gated_delta_net" not in model.attention_pattern:
         for name, size in sizes.items():
             if size is not None:

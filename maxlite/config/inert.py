@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 
+from maxlite.config.key_groups import LLAMA3_ROPE, ROUTER, SWIGLUOAI, TEMPERATURE, YARN
 from maxlite.config.schema import Config
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "mu_dtype")
 _WSD = ("wsd_decay_steps_fraction", "wsd_decay_style")
 _SAVING = ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "save_checkpoint_on_completion")
 _DOCUMENTS = ("packing", "long_documents", "add_bos", "add_eos", "enable_data_shuffling", "eval_fraction")
-_LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor")
-_YARN = ("beta_fast", "beta_slow", "mscale", "rope_mscale_all_dim", "rope_truncate", "rope_attention_factor")
 _SOFTMAX = (
     "attention_bias",
     "attention_out_bias",
@@ -19,19 +18,6 @@ _SOFTMAX = (
     "attn_logits_soft_cap",
     "attention_sink",
     "attention_output_gate",
-)
-_ROUTER = (
-    "routed_score_func",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "routed_bias",
-    "router_bias",
-    "scaled_router",
-    "n_routing_groups",
-    "topk_routing_group",
-    "scale_expert_input",
-    "shared_expert_mlp_dim",
-    "shared_expert_gate",
 )
 
 # Why, when, and which keys.
@@ -47,26 +33,26 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         lambda c: c.metrics.profiler is None,
         ("skip_first_n_steps_for_profiler", "profiler_steps"),
     ),
-    ("rope_type is not llama3", lambda c: c.model.rope_type != "llama3", _LLAMA3_ROPE),
-    ("rope_type is not yarn", lambda c: c.model.rope_type != "yarn", _YARN),
+    ("rope_type is not llama3", lambda c: c.model.rope_type != "llama3", LLAMA3_ROPE),
+    ("rope_type is not yarn", lambda c: c.model.rope_type != "yarn", YARN),
     (
         "rope_type is neither llama3 nor yarn",
         lambda c: c.model.rope_type not in ("llama3", "yarn"),
         ("original_max_position_embeddings",),
     ),
     ("all layers are gated_delta_net", lambda c: set(c.model.attention_pattern) == {"gated_delta_net"}, _SOFTMAX),
-    ("no layer is moe", lambda c: c.model.num_experts == 0, _ROUTER),
+    ("no layer is moe", lambda c: c.model.num_experts == 0, ROUTER),
     ("n_routing_groups is 1", lambda c: c.model.n_routing_groups == 1, ("router_group_score",)),
     ("use_qk_norm is false", lambda c: not c.model.use_qk_norm, ("qk_norm_type",)),
     (
         "mlp_activation is not swigluoai",
         lambda c: c.model.mlp_activation != "swigluoai",
-        ("mlp_activations_limit", "glu_alpha"),
+        SWIGLUOAI,
     ),
     (
         "temperature_tuning is false",
         lambda c: not c.model.temperature_tuning,
-        ("temperature_tuning_floor", "temperature_tuning_scale"),
+        TEMPERATURE,
     ),
 )
 

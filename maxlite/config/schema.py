@@ -277,6 +277,11 @@ class CheckpointConfig:
     load_parameters_path: str | None = key("Run, or RUN/checkpoints/<n>, whose parameters are the start.")
     load_hf: str | None = key("Hugging Face folder or GGUF file that is the start.")
 
+    @property
+    def start(self) -> str | None:
+        """Where the first parameters come from; None begins with random ones."""
+        return self.load_parameters_path or self.load_hf
+
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:

@@ -1,6 +1,5 @@
 """The tokenizer that a GGUF file's metadata describes, as a tokenizer.json and a tokenizer_config.json have it."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from maxlite.data.gguf_header import GgufHeader
+from maxlite.data.json_files import write_json
 from maxlite.errors import ConversionError
 
 _KEY = "tokenizer.ggml."
@@ -87,8 +87,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
         ConversionError: as build_backend.
     """
     build_backend(header).save(str(folder / "tokenizer.json"))
-    settings = json.dumps(tokenizer_settings(header), indent=2, ensure_ascii=False)
-    (folder / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", tokenizer_settings(header))
 
 
 def token_ids(header: GgufHeader) -> dict[str, int | list[int] | None]:

@@ -1,11 +1,11 @@
 """What a Hugging Face model's folder says about text beside its weights: end ids, and where its tokenizer is."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from maxlite.data.gguf_header import is_gguf, read_header
 from maxlite.data.gguf_tokenizer import token_ids, tokenizer_problem
+from maxlite.data.json_files import read_json
 from maxlite.errors import ConfigError
 
 # Where an imported run keeps the model's own JSON files: below its folder, where no program takes them for the run's.
@@ -51,15 +51,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
     Raises ConfigError for a file that can't be read or is no JSON object.
     """
-    if not file.exists():
-        return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} can't be read as JSON: {error}. Fetch or write it anew.") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file} must hold a JSON object, not {type(settings).__name__}. Fetch or write it anew.")
-    return settings
+    return read_json(file, ConfigError) if file.exists() else {}
 
 
 def _ids(value: Any, file: Path) -> list[int]:

@@ -1,11 +1,11 @@
 """The byte tokenizer as files that Hugging Face's AutoTokenizer opens."""
 
-import json
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from maxlite.data.json_files import write_json
 from maxlite.data.tokenizer_bytes import NUM_BYTES, ByteTokenizer
 
 BOS, EOS = "<s>", "</s>"
@@ -34,7 +34,7 @@ def write_byte_tokenizer(folder: Path, *, add_bos: bool) -> None:
         "eos_token": EOS,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def byte_characters() -> list[str]:

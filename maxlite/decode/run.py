@@ -117,7 +117,7 @@ def parameters_path(config: Config, source: str) -> str:
     Raises:
         ConfigError: the source is a YAML file without load_parameters_path or load_hf.
     """
-    path = config.checkpoint.load_parameters_path or config.checkpoint.load_hf
+    path = config.checkpoint.start
     # In a run's saved config these keys say what training began from, not what it became.
     if not (config.was_given("load_parameters_path") or config.was_given("load_hf")):
         if Path(source).is_dir():

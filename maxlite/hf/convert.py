@@ -1,7 +1,6 @@
 """Hugging Face folder -> run, and run -> Hugging Face folder. Each is made whole or not at all."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.restore import parameter_reader
 from maxlite.config.load import dump_config, dump_model
 from maxlite.config.schema import Config, ModelConfig
+from maxlite.data.json_files import read_json, write_json
 from maxlite.data.model_folder import ORIGINALS
 from maxlite.data.tokenizer import build_tokenizer
 from maxlite.data.tokenizer_files import write_byte_tokenizer
@@ -23,7 +23,7 @@ from maxlite.errors import CheckpointError, ConversionError
 from maxlite.hf.config_json import IGNORED_KEYS, family_for, inexpressible_keys, write_config
 from maxlite.hf.families import BY_MODEL_TYPE
 from maxlite.hf.family_lines import Family
-from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, ModelFolder, read_folder, read_json
+from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, ModelFolder
 from maxlite.hf.load import load_folder, plan_of
 from maxlite.hf.plan import Plan
 from maxlite.hf.run_files import keep_files, keep_tokenizer, run_of
@@ -39,16 +39,15 @@ _NOT_KEPT = frozenset(
 )
 
 
-def import_folder(config: Config, destination: Path, notes: TextIO = sys.stdout) -> Model:
-    """Makes a run whose step 0 has the parameters of the folder that load_hf names.
+def import_folder(folder: ModelFolder, config: Config, destination: Path, notes: TextIO = sys.stdout) -> Model:
+    """Makes a run whose step 0 has the parameters of `folder`.
 
     config: with the architecture of the folder; weight_dtype is that of the checkpoint.
 
     Raises:
         ConversionError: the folder can't be converted, or the destination exists.
     """
-    assert config.checkpoint.load_hf is not None, "an import has a source"
-    folder, model = read_folder(config.checkpoint.load_hf), build_model(config.model, config.compute)
+    model = build_model(config.model, config.compute)
     with new_folder(destination) as unfinished:
         params = load_folder(folder, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params), notes)
         checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
@@ -93,8 +92,8 @@ def export_run(
                 return np.asarray(read(name))
 
             write_tensors(plan, fetch, unfinished, tensors, progress, max_shard_bytes)
-        _write_json(unfinished / CONFIG, described)
-        _write_json(unfinished / GENERATION_CONFIG, _generation_config(run, described))
+        write_json(unfinished / CONFIG, described)
+        write_json(unfinished / GENERATION_CONFIG, _generation_config(run, described))
         _write_tokenizer(config, run, unfinished)
     return model
 
@@ -133,7 +132,7 @@ def host_sharding() -> jax.sharding.SingleDeviceSharding:
 def _original_config(run: Path) -> dict[str, Any]:
     """config.json of the folder that the run was imported from; empty if there is none."""
     file = run / ORIGINALS / CONFIG
-    return read_json(file) if file.is_file() else {}
+    return read_json(file, ConversionError) if file.is_file() else {}
 
 
 def _config_of_run(config: Config, folder: ModelFolder, destination: Path) -> Config:
@@ -166,7 +165,7 @@ def _describe(family: Family, config: Config, original: Mapping[str, Any]) -> di
 def _generation_config(run: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     file = run / ORIGINALS / GENERATION_CONFIG
     if file.is_file():
-        return read_json(file)
+        return read_json(file, ConversionError)
     return {name: described[name] for name in TOKEN_IDS if described.get(name) is not None}
 
 
@@ -178,7 +177,3 @@ def _write_tokenizer(config: Config, run: Path, folder: Path) -> None:
         write_byte_tokenizer(folder, add_bos=config.data.add_bos)
     else:
         keep_tokenizer(run, folder)
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,61 +5,21 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from maxlite.config.key_groups import (
+    EXPERT_SIZES,
+    FULL_LAYERS,
+    GDN_SIZES,
+    MLA_SIZES,
+    ROPE_KEYS,
+    ROUTER,
+    SWIGLUOAI,
+    TEMPERATURE,
+)
 from maxlite.config.layers import has_experts, layer_specs
 from maxlite.config.load import load_config, package_roots
 from maxlite.config.schema import Config, ModelConfig
 
 _LOCAL = ("sliding_window_size", "local_rope_max_timescale")
-_FULL = ("global_num_kv_heads", "global_head_dim", "share_kv_projections")
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_GDN = (
-    "gdn_conv_kernel_dim",
-    "gdn_num_key_heads",
-    "gdn_num_value_heads",
-    "gdn_key_head_dim",
-    "gdn_value_head_dim",
-)
-_TEMPERATURE = ("temperature_tuning", "temperature_tuning_floor", "temperature_tuning_scale")
-_SWIGLUOAI = ("mlp_activations_limit", "glu_alpha")
-_EXPERTS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_mlp_dim",
-    "shared_expert_mlp_dim",
-    "shared_expert_gate",
-    "routed_score_func",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "routed_bias",
-    "router_bias",
-    "scaled_router",
-    "n_routing_groups",
-    "topk_routing_group",
-    "router_group_score",
-    "scale_expert_input",
-)
-# rope_type -> the keys that it uses.
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("rope_factor",),
-    "llama3": (
-        "rope_factor",
-        "rope_low_freq_factor",
-        "rope_high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "proportional": ("rope_factor",),
-    "yarn": (
-        "rope_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "rope_mscale_all_dim",
-        "rope_truncate",
-        "rope_attention_factor",
-    ),
-}
 
 
 @cache
@@ -118,17 +78,24 @@ def _without_effect(model: ModelConfig, attention: set[str]) -> set[str]:
     names: set[str] = set()
     routed = has_experts(model)
     chunked = ("chunk_attn_window_size",)
-    owners = (("full", _FULL), ("local", _LOCAL), ("chunked", chunked), ("mla", _LATENT), ("gated_delta_net", _GDN))
+    latent = (*MLA_SIZES, "q_lora_rank")
+    owners = (
+        ("full", FULL_LAYERS),
+        ("local", _LOCAL),
+        ("chunked", chunked),
+        ("mla", latent),
+        ("gated_delta_net", GDN_SIZES),
+    )
     for kind, keys in owners:
         names |= set(keys) if kind not in attention else set()
     if "nope" not in attention or not model.temperature_tuning:
-        names |= set(_TEMPERATURE)
+        names |= {"temperature_tuning", *TEMPERATURE}
     if not model.use_qk_norm:
         names.add("qk_norm_type")
     if model.mlp_activation != "swigluoai":
-        names |= set(_SWIGLUOAI)
+        names |= set(SWIGLUOAI)
     if not routed:
-        names |= set(_EXPERTS)
+        names |= {*EXPERT_SIZES, *ROUTER, "router_group_score"}
     elif model.n_routing_groups == 1:
         names |= {"topk_routing_group", "router_group_score"}
     if routed and model.shared_expert_mlp_dim is None:

@@ -1,12 +1,12 @@
 """A Hugging Face model's folder, or a GGUF file: what its JSON files say, and its tensors as floats. Imports no jax."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxlite.data.gguf_header import is_gguf
+from maxlite.data.json_files import read_json
 from maxlite.errors import ConversionError
 from maxlite.hf.config_json import quantization_method, read_config
 from maxlite.hf.dequantize import dequantize
@@ -77,22 +77,8 @@ def read_folder(path: str | Path) -> ModelFolder:
     if not (folder / CONFIG).is_file():
         found = "has no config.json" if folder.is_dir() else "is not there"
         raise ConversionError(f"{folder} {found}; give a Hugging Face model's folder.")
-    config = read_json(folder / CONFIG)
-    generation = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
+    config = read_json(folder / CONFIG, ConversionError)
+    file = folder / GENERATION_CONFIG
+    generation = read_json(file, ConversionError) if file.exists() else {}
     family, keys = read_config(config, str(folder / CONFIG))
     return ModelFolder(folder, config, generation, family, keys)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in `file`.
-
-    Raises:
-        ConversionError: it cannot be read, or holds something else.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{file} cannot be read as JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise ConversionError(f"{file} must hold a JSON object, not {type(found).__name__}.")
-    return found

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 
@@ -13,6 +13,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.hf.folder import ModelFolder, is_model_folder, read_folder
 from maxlite.hf.plan import Plan, Skipped, check_tensors, plan_tensors
 from maxlite.hf.reader import num_bytes, read_parameters
+from maxlite.hf.rules import Table
 from maxlite.metrics.byte_progress import ByteProgress
 from maxlite.model.build import Model, Params
 
@@ -55,7 +56,7 @@ def load_folder(folder: ModelFolder, model: Model, shardings: Params, notes: Tex
     return jax.tree.unflatten(structure, [found[name] for name in leaf_paths(model.abstract_params)])
 
 
-def plan_of(table: Any, model: Model) -> Plan:
+def plan_of(table: Table, model: Model) -> Plan:
     """Returns which tensors of a family's files hold which parameters of `model`."""
     return plan_tensors(table, model.abstract_params, layer_places(layer_groups(model.config)))
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from maxlite.config.key_groups import ROPE_KEYS
 from maxlite.config.schema import KEYS, ModelConfig
 from maxlite.config.values import describe_allowed, parse_value
-from maxlite.hf.family_canonical import ROPE_KEYS
 from maxlite.hf.family_fields import ConfigReader, Json, ModelKeys
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -1,14 +1,12 @@
 """The files of a Hugging Face model that a run keeps beside its checkpoints, so that it decodes and exports alone."""
 
-import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from maxlite.checkpoint.step_folder import CHECKPOINTS
 from maxlite.data.gguf_header import is_gguf, read_header
 from maxlite.data.gguf_tokenizer import write_tokenizer
+from maxlite.data.json_files import write_json
 from maxlite.data.model_folder import ORIGINALS, has_tokenizer
 from maxlite.errors import ConversionError
 from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_folder
@@ -24,8 +22,9 @@ def keep_files(source: Path, run: Path) -> None:
     """
     if is_gguf(source):
         folder = read_folder(source)
-        _write(run / ORIGINALS / CONFIG, folder.config)
-        _write(run / ORIGINALS / GENERATION_CONFIG, folder.generation_config)
+        (run / ORIGINALS).mkdir(exist_ok=True)
+        write_json(run / ORIGINALS / CONFIG, folder.config)
+        write_json(run / ORIGINALS / GENERATION_CONFIG, folder.generation_config)
         keep_tokenizer(source, run)
         return
     inner = source / ORIGINALS if (source / ORIGINALS).is_dir() else source
@@ -59,11 +58,6 @@ def keep_tokenizer(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
         except OSError as error:
             raise ConversionError(f"{source / name} can't be copied to {destination}: {error.strerror}.") from error
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def run_of(source: Path) -> Path:

@@ -70,7 +70,7 @@ def _import(folder: ModelFolder, destination: str | None, overrides: list[str], 
         print_plan(import_plan(folder, config))
     if destination is None:
         return
-    model = import_folder(config, Path(destination))
+    model = import_folder(folder, config, Path(destination))
     count, dtype = f"{model.num_parameters:,} parameters", config.compute.weight_dtype
     print(f"Run: {destination}, {folder.family.model_type}, {count}, {dtype}")
     if flags["check"]:

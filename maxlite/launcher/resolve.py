@@ -35,7 +35,7 @@ def resolve_config(path: str, overrides: Sequence[str], *, prompts_may_be_ids: b
         return resolve_config(str(run), [f"load_parameters_path={path}", *overrides], prompts_may_be_ids=True)
     without_text = _without_text(overrides) if prompts_may_be_ids else []
     config = load_config(path, [*overrides, *without_text], folder_reader=reader)
-    start, data = config.checkpoint.load_hf or config.checkpoint.load_parameters_path, config.data
+    start, data = config.checkpoint.start, config.data
     if start is not None and data.dataset_type != "synthetic" and data.tokenizer_path is None and _is_foreign(start):
         raise ConfigError(
             f"{start} has no tokenizer.json, and bytes would mean nothing to its model: give tokenizer_path=, or "

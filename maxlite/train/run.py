@@ -100,14 +100,9 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
         return TrainResult(directory.path, setup, dataset, state.params, done)
 
 
-def _start_path(config: Config) -> str | None:
-    """Returns where the first parameters come from; None begins with random ones."""
-    return config.checkpoint.load_parameters_path or config.checkpoint.load_hf
-
-
 def _keep_files(config: Config, directory: RunDirectory) -> None:
     """The tokenizer, and the JSON files of the model that the run began from, so that the run stands alone."""
-    path = _start_path(config)
+    path = config.checkpoint.start
     if path is not None:
         keep_files(run_of(Path(path)), directory.path)
     if config.data.tokenizer_path is not None:
@@ -146,7 +141,7 @@ def _first_state(
         dataset.train.restore(data_state[DATA_POSITION])
         progress.line(f"Resumed at step {latest}")
         return state, latest
-    path = _start_path(config)
+    path = config.checkpoint.start
     if path is not None:
         params = load_parameters(path, setup.model, shardings.params)
         progress.line(f"Parameters from {path}; optimizer and data begin anew")
