@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxlite.config.check_model import MODEL_CHECKS
-from maxlite.config.degrees import resolve_degrees
+from maxlite.config.check_parallel import PARALLEL_CHECKS
+from maxlite.config.check_remat import check_remat
+from maxlite.config.degrees import fake_degrees
 from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, Config
 from maxlite.errors import ConfigError
 
@@ -24,6 +26,7 @@ def check_lengths(config: Config) -> Iterator[str]:
 
 def check_degrees(config: Config) -> Iterator[str]:
     """Each level has at most one -1 and no zero; with fake devices their number is known already."""
+    sound = True
     for level in LEVELS:
         degrees = config.parallel.degrees(level)
         free = [name for name, degree in degrees.items() if degree == -1]
@@ -33,11 +36,12 @@ def check_degrees(config: Config) -> Iterator[str]:
             yield f"Only one {level} degree may be -1, but these are: {given}; give the others a number."
         for name in zeros:
             yield f"{name}=0: a degree is at least 1, or -1 for the devices left over."
-        if config.run.cpu_devices and len(free) <= 1 and not zeros:
-            try:
-                resolve_degrees(config.parallel, level, config.run.cpu_devices if level == "ici" else 1)
-            except ConfigError as error:
-                yield str(error)
+        sound = sound and len(free) <= 1 and not zeros
+    if config.run.cpu_devices and sound:
+        try:
+            fake_degrees(config.parallel, config.run.cpu_devices)
+        except ConfigError as error:
+            yield str(error)
 
 
 def check_axis_rules(config: Config) -> Iterator[str]:
@@ -150,6 +154,8 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_lengths,
     check_degrees,
     check_axis_rules,
+    *PARALLEL_CHECKS,
+    check_remat,
     check_schedule,
     check_moments,
     check_dataset,

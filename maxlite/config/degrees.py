@@ -11,6 +11,28 @@ WAYS_OUT = (
 )
 
 
+def fake_slices(parallel: ParallelConfig, num_devices: int) -> int:
+    """Returns how many slices `num_devices` fake devices stand for: the product of the dcn degrees, -1 as 1.
+
+    Where they do not divide the devices there is one, and `resolve_degrees` says what is wrong.
+    """
+    slices = math.prod(degree for degree in parallel.degrees("dcn").values() if degree != -1)
+    return slices if slices > 0 and num_devices % slices == 0 else 1
+
+
+def fake_degrees(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
+    """Returns key -> degree at both levels for `num_devices` fake devices, a -1 filled in.
+
+    Raises:
+        ConfigError: as `resolve_degrees`, at the first level that does not fit.
+    """
+    slices = fake_slices(parallel, num_devices)
+    found: dict[str, int] = {}
+    for level, count in (("dcn", slices), ("ici", num_devices // slices)):
+        found.update(zip(parallel.degrees(level), resolve_degrees(parallel, level, count), strict=True))
+    return found
+
+
 def resolve_degrees(parallel: ParallelConfig, level: str, num_devices: int) -> tuple[int, ...]:
     """Returns the degree of each of MESH_AXES at `level` ("dcn" or "ici"), a -1 filled in.
 
@@ -24,7 +46,7 @@ def resolve_degrees(parallel: ParallelConfig, level: str, num_devices: int) -> t
     if fixed > 0 and num_devices % fixed == 0:
         degrees = {name: num_devices // fixed if degree == -1 else degree for name, degree in degrees.items()}
     if math.prod(degrees.values()) != num_devices:
-        given = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
+        given = ", ".join(f"{name}={degree}" for name, degree in degrees.items() if degree != 1) or "all 1"
         what = "devices" if level == "ici" else "slices"
         relation = "does not divide" if -1 in degrees.values() else "is not"
         raise ConfigError(

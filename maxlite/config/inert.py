@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from maxlite.config.key_groups import LLAMA3_ROPE, ROUTER, SWIGLUOAI, TEMPERATURE, YARN
-from maxlite.config.schema import Config
+from maxlite.config.schema import LAYER_INPUT, REMAT_TENSORS, Config
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "mu_dtype")
 _WSD = ("wsd_decay_steps_fraction", "wsd_decay_style")
@@ -33,6 +33,27 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         lambda c: c.metrics.profiler is None,
         ("skip_first_n_steps_for_profiler", "profiler_steps"),
     ),
+    (
+        "remat_policy is not custom",
+        lambda c: c.compute.remat_policy != "custom",
+        (LAYER_INPUT, *REMAT_TENSORS),
+    ),
+    (
+        "nothing is quantized, so there is nothing more to keep",
+        lambda c: c.compute.remat_policy.endswith("_quantization"),
+        ("remat_policy",),
+    ),
+    (
+        "no degree of context is above 1",
+        lambda c: c.parallel.ici_context_parallelism == c.parallel.dcn_context_parallelism == 1,
+        ("context_parallel_strategy", "context_parallel_load_balance"),
+    ),
+    (
+        "no degree of pipeline is above 1",
+        lambda c: c.parallel.ici_pipeline_parallelism == c.parallel.dcn_pipeline_parallelism == 1,
+        ("num_layers_per_pipeline_stage",),
+    ),
+    ("no layer is moe", lambda c: c.model.num_experts == 0, ("capacity_factor",)),
     ("rope_type is not llama3", lambda c: c.model.rope_type != "llama3", LLAMA3_ROPE),
     ("rope_type is not yarn", lambda c: c.model.rope_type != "yarn", YARN),
     (

@@ -23,6 +23,7 @@ SHOWN_LETTERS = 80
 FREE_TEXT = frozenset({"prompt"})
 RESOLVED_HEADER = "# Resolved by maxlite: complete, so model YAMLs are not read again."
 MODEL_KEYS = frozenset(name for name, key in KEYS.items() if key.section == "model")
+MESH_KEYS = frozenset(name for name, key in KEYS.items() if key.section == "parallel") - {"mesh"}
 TOKENIZER_FILE = "tokenizer.json"
 # What a model YAML always says.
 MODEL_SIZES = frozenset(
@@ -48,6 +49,13 @@ RENAMED = {
     "shared_experts": "shared_expert_mlp_dim",
     "global_rope_max_timescale": "rope_max_timescale",
     "global_rope_proportion": "partial_rotary_factor",
+    "ici_stage_parallelism": "ici_pipeline_parallelism",
+    "dcn_stage_parallelism": "dcn_pipeline_parallelism",
+    "ici_sequence_parallelism": "ici_context_parallelism",
+    "ici_tensor_sequence_parallelism": "ici_tensor_parallelism",
+    "custom_mesh": "mesh",
+    "custom_mesh_and_rule": "mesh",
+    "context_parallel_size": "ici_context_parallelism",
 }
 
 
@@ -91,7 +99,16 @@ def dump_model(config: Config, title: str) -> str:
 
 def model_names() -> list[str]:
     """Names of the model YAMLs that come with maxlite."""
-    return sorted({file.stem for root in package_roots() for file in (root / "models").glob("*.yml")})
+    return _names("models")
+
+
+def mesh_names() -> list[str]:
+    """Names of the mesh presets that come with maxlite."""
+    return _names("meshes")
+
+
+def _names(folder: str) -> list[str]:
+    return sorted({file.stem for root in package_roots() for file in (root / folder).glob("*.yml")})
 
 
 def _plain(value: Any) -> Any:
@@ -131,6 +148,9 @@ class _Loading:
             self.entries.update({name: defaults[name] for name in MODEL_KEYS})
         if replaced or not resolved:
             self._add_model(named, folder or self.entries["load_hf"])
+        mesh = command_line.get("mesh") or environment.get("mesh")
+        if mesh or (not resolved and self.entries["mesh"].value is not None):
+            self._add_mesh(mesh or self.entries["mesh"])
         self._add_tokenizer({**environment, **command_line})
         # A resolved file is shrunk already, unless another model has just taken its place.
         shrink = replaced or not resolved
@@ -206,21 +226,38 @@ class _Loading:
         if name == DEFAULT_MODEL:
             self.entries["model"] = named
             return
-        file = _find_model(name)
+        hint = "; `maxlite models` lists those that exist."
+        entries = self._part_of_config(named, name, "models", MODEL_KEYS, hint)
+        if entries is not None:
+            self.entries.update(entries)
+            self.entries["model"] = named
+
+    def _add_mesh(self, named: Entry) -> None:
+        name = named.text or str(named.value)
+        if name != "null":
+            hint = f"; there are {', '.join(mesh_names())}."
+            self.entries.update(self._part_of_config(named, name, "meshes", MESH_KEYS, hint) or {})
+        self.entries["mesh"] = named
+
+    def _part_of_config(
+        self, named: Entry, name: str, folder: str, allowed: frozenset[str], hint: str
+    ) -> dict[str, Entry] | None:
+        """The keys of a YAML that may set only some: by its name in `folder`, or by its path; None if there is none."""
+        kind = {"models": "model YAML", "meshes": "mesh preset"}[folder]
+        file = _find_part(name, folder)
         if file is None:
-            near = difflib.get_close_matches(name, model_names(), 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; `maxlite models` lists those that exist."
-            self.problems.append(f"{named.source}: no model YAML {name}{hint}")
-            return
-        entries = self._known(self._read(file, f"models/{file.name}" if file.stem == name else _short(file)))
-        foreign = sorted(set(entries) - MODEL_KEYS)
-        for key in foreign:
+            near = difflib.get_close_matches(name, _names(folder), 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else hint
+            self.problems.append(f"{named.source}: no {kind} {name}{hint}")
+            return None
+        entries = self._known(self._read(file, f"{folder}/{file.name}" if file.stem == name else _short(file)))
+        what = "architecture keys" if folder == "models" else "keys of the parallel section"
+        for key in sorted(set(entries) - allowed):
             self.problems.append(
-                f"{entries[key].source}: a model YAML may set only architecture keys, and {key} is not one; "
+                f"{entries[key].source}: a {kind} may set only {what}, and {key} is not one; "
                 "give it on the command line or in the base file."
             )
-        self.entries.update({key: entry for key, entry in entries.items() if key in MODEL_KEYS})
-        self.entries["model"] = named
+        return {key: entry for key, entry in entries.items() if key in allowed}
 
     def _environment(self) -> dict[str, Entry]:
         prefixed = {k: v for k, v in self.environment.items() if k.upper().startswith(ENVIRONMENT_PREFIX)}
@@ -295,9 +332,9 @@ def _find_base(path: str) -> Path:
     raise ConfigError(f"{path}: no such YAML file or run directory (looked here and among maxlite's own files).")
 
 
-def _find_model(name: str) -> Path | None:
+def _find_part(name: str, folder: str) -> Path | None:
     given = Path(name)
-    spelled = [given] if given.suffix in (".yml", ".yaml") else [Path("models", f"{name}.yml")]
+    spelled = [given] if given.suffix in (".yml", ".yaml") else [Path(folder, f"{name}.yml")]
     bases = [Path(), *package_roots()]
     return next((base / file for base in bases for file in spelled if (base / file).is_file()), None)
 

@@ -12,11 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.key import key
+from maxlite.config.model_schema import ModelConfig
+
 REMAT_POLICY_NAMES = (
     "none",
     "full",
     "minimal",
     "minimal_with_context",
+    "minimal_with_quantization",
+    "minimal_with_context_and_quantization",
     "save_dot_except_mlp",
     "save_dot_except_mlpwi",
     "save_dot_with_context_except_mlp",
@@ -24,20 +29,39 @@ REMAT_POLICY_NAMES = (
     "save_out_proj",
     "qkv_proj_offloaded",
     "minimal_offloaded",
+    "custom",
 )
-ATTENTION_KINDS = ("full", "local", "chunked", "nope", "mla", "gated_delta_net")
-MLP_KINDS = ("dense", "moe", "dense_and_moe")
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai")
+# What remat_policy=custom does with a tensor, and the keys that say it, one a tensor.
+REMAT_PLACES = ("remat", "device", "offload")
+LAYER_INPUT = "decoder_layer_input"
+REMAT_TENSORS = (
+    "query_proj",
+    "key_proj",
+    "value_proj",
+    "gate_proj",
+    "query_wa_proj",
+    "kv_wa_proj",
+    "context",
+    "out_proj",
+    "mlpwi_0",
+    "mlpwi_1",
+    "mlpwo",
+    "moe_mlpwi_0",
+    "moe_mlpwi_1",
+    "moe_mlpwo",
+)
+ATTENTION_KERNELS = ("autoselected", "dot_product", "flash", "cudnn_flash")
 
 # Mesh axes, outermost first, and the two levels of each.
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 LEVELS = ("dcn", "ici")
+# The axis of pipeline stages has another word in its keys.
+DEGREE_WORDS = {axis: "pipeline" if axis == "stage" else axis for axis in MESH_AXES}
 # The names that weights and activations give their dimensions.
 LOGICAL_AXES = (
     "batch",
     "length",
+    "norm_length",
     "vocab",
     "embed",
     "mlp",
@@ -61,20 +85,6 @@ ENVIRONMENT = "environment "
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def key(
-    meaning: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """Declares a key. `above` is an exclusive lower bound; `choices` also bound the items of a list."""
-    return dataclasses.field(
-        metadata={"meaning": meaning, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Which model, where its output goes, on which devices."""
@@ -96,92 +106,6 @@ class RunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The architecture. Nothing here depends on where or how the model runs."""
-
-    vocab_size: int = key("Rows of the embedding.", minimum=1)
-    emb_dim: int = key("Width of the residual stream.", minimum=1)
-    num_decoder_layers: int = key("Number of residual blocks.", minimum=1, maximum=10_000)
-    num_query_heads: int = key("Number of attention heads.", minimum=1)
-    num_kv_heads: int = key("Number of key and value heads.", minimum=1)
-    head_dim: int = key("Width of one head.", minimum=1)
-    global_num_kv_heads: int | None = key("full layers: number of key and value heads.", minimum=1)
-    global_head_dim: int | None = key("full layers: width of one head.", minimum=1)
-    mlp_dim: int = key("Hidden width of the dense MLP.", minimum=1)
-    max_position_embeddings: int = key("Longest sequence that the model may be asked for.", minimum=1)
-    attention_pattern: tuple[str, ...] = key("Kinds of attention, repeated over the layers.", choices=ATTENTION_KINDS)
-    mlp_pattern: tuple[str, ...] = key("Kinds of MLP, repeated over the layers.", choices=MLP_KINDS)
-    num_dense_layers: int = key("So many first layers are dense, whatever mlp_pattern says.", minimum=0)
-    sliding_window_size: int | None = key("Keys that a token sees in a local layer, itself included.", minimum=1)
-    chunk_attn_window_size: int | None = key("Positions in a chunk of a chunked layer.", minimum=1)
-    attention_bias: bool = key("Biases on queries, keys and values.")
-    attention_out_bias: bool = key("Bias on the output of attention.")
-    use_qk_norm: bool = key("Normalize queries and keys.")
-    qk_norm_type: str = key("What is normalized, and when.", choices=("head", "projection", "l2"))
-    use_v_norm: bool = key("Normalize values, without a scale.")
-    share_kv_projections: bool = key("full layers: values are the keys before norm and positions.")
-    query_pre_attn_scalar: float | None = key("Scores are divided by its square root.", above=0)
-    attn_logits_soft_cap: float | None = key("Bound of attention scores, by tanh.", above=0)
-    attention_sink: bool = key("A learned logit a head that takes attention away from all keys.")
-    attention_output_gate: bool = key("A learned gate on what attention gives.")
-    temperature_tuning: bool = key("nope layers: queries grow with the logarithm of their position.")
-    temperature_tuning_floor: int = key("temperature_tuning: positions in one step of it.", minimum=1)
-    temperature_tuning_scale: float = key("temperature_tuning: factor of the logarithm.", minimum=0)
-    q_lora_rank: int | None = key("mla: width of the query's latent; not set = no latent.", minimum=1)
-    kv_lora_rank: int | None = key("mla: width of the latent of keys and values.", minimum=1)
-    qk_nope_head_dim: int | None = key("mla: width of a head's part without rotary positions.", minimum=1)
-    qk_rope_head_dim: int | None = key("mla: width of a head's part with rotary positions.", minimum=2)
-    v_head_dim: int | None = key("mla: width of a value head.", minimum=1)
-    gdn_conv_kernel_dim: int | None = key("gated_delta_net: tokens that its convolutions see.", minimum=1)
-    gdn_num_key_heads: int | None = key("gated_delta_net: number of query and key heads.", minimum=1)
-    gdn_num_value_heads: int | None = key("gated_delta_net: number of value heads.", minimum=1)
-    gdn_key_head_dim: int | None = key("gated_delta_net: width of a query or key head.", minimum=1)
-    gdn_value_head_dim: int | None = key("gated_delta_net: width of a value head.", minimum=1)
-    mlp_activation: str = key("Function on the gate of the MLP.", choices=MLP_ACTIVATIONS)
-    mlp_activations_limit: float = key("swigluoai: bound of gate and up.", above=0)
-    glu_alpha: float = key("swigluoai: factor inside the sigmoid.", above=0)
-    mlp_bias: bool = key("Biases in the MLP and the experts.")
-    num_experts: int = key("Routed experts of a moe layer.", minimum=0)
-    num_experts_per_tok: int = key("Experts that a token is sent to.", minimum=0)
-    moe_mlp_dim: int | None = key("Hidden width of one expert.", minimum=1)
-    shared_expert_mlp_dim: int | None = key("Hidden width of the expert that serves every token.", minimum=1)
-    shared_expert_gate: bool = key("A learned gate on the shared expert.")
-    routed_score_func: str = key("From router logits to scores.", choices=("softmax", "sigmoid"))
-    norm_topk_prob: bool = key("Scores of the chosen experts are made to sum to 1.")
-    routed_scaling_factor: float = key("Factor of the routed experts' weights.", above=0)
-    routed_bias: bool = key("A bias that takes part in choosing experts, and not in weighting them.")
-    router_bias: bool = key("A bias on router logits.")
-    scaled_router: bool = key("The router norms and scales its input, and each expert has a learned factor.")
-    n_routing_groups: int = key("Groups of experts.", minimum=1)
-    topk_routing_group: int = key("Groups that a token may choose experts from.", minimum=1)
-    router_group_score: str = key("Score of a group.", choices=("max", "top2_sum"))
-    scale_expert_input: bool = key("The score multiplies what goes into an expert, not what comes out.")
-    normalization_layer_epsilon: float = key("Added to the mean square in RMSNorm.", above=0)
-    norm_scale_offset: float = key("Added to every norm's scale.", minimum=0)
-    use_pre_norms: bool = key("Norms before attention and MLP.")
-    use_post_norms: bool = key("Norms after attention and MLP.")
-    use_layer_scalar: bool = key("A learned factor of what a layer gives.")
-    scale_embeddings: bool = key("Embeddings times the square root of emb_dim.")
-    logits_via_embedding: bool = key("Tie the output matrix to the embedding.")
-    final_logits_soft_cap: float | None = key("Bound of the logits, by tanh.", above=0)
-    rope_type: str = key("How rotary frequencies are scaled.", choices=ROPE_TYPES)
-    rope_max_timescale: float = key("Rotary base, called theta.", above=0)
-    local_rope_max_timescale: float | None = key("Rotary base of local layers, unscaled.", above=0)
-    rope_factor: float = key("By how much scaling stretches positions.", above=0)
-    rope_low_freq_factor: float = key("llama3 scaling: its low frequency factor.", above=0)
-    rope_high_freq_factor: float = key("llama3 scaling: its high frequency factor.", above=0)
-    original_max_position_embeddings: int | None = key("llama3, yarn: context length before it.", minimum=1)
-    beta_fast: float = key("yarn: turns above which a frequency is kept.", above=0)
-    beta_slow: float = key("yarn: turns below which a frequency is stretched fully.", above=0)
-    mscale: float | None = key("yarn: numerator of the attention factor.", minimum=0)
-    rope_mscale_all_dim: float | None = key("yarn: denominator of it, and mla's softmax factor.", minimum=0)
-    rope_truncate: bool = key("yarn: round the bounds of the blend to whole features.")
-    rope_attention_factor: float | None = key("yarn: factor of cosine and sine; not set = by formula.", above=0)
-    rope_interleave: bool = key("Rotary pairs are neighbours, not halves.")
-    partial_rotary_factor: float = key("Share of a head that turns.", above=0, maximum=1)
-
-
-@dataclasses.dataclass(frozen=True)
 class ComputeConfig:
     """How the model is computed. Of these keys only weight_dtype changes what is stored in a checkpoint."""
 
@@ -189,7 +113,24 @@ class ComputeConfig:
     weight_dtype: str = key("Dtype of parameters.", choices=("float32", "bfloat16"))
     matmul_precision: str = key("Precision of float32 matrix products.", choices=("default", "high", "highest"))
     scan_layers: bool = key("Loop over layers in the compiled program, or unroll them.")
+    attention: str = key("Kernel of training's attention.", choices=ATTENTION_KERNELS)
+    capacity_factor: float | None = key("Tokens an expert takes of a row, times its share; not set = all.", above=0)
     remat_policy: str = key("What the backward pass keeps of each layer.", choices=REMAT_POLICY_NAMES)
+    decoder_layer_input: str = key("custom: where a layer's input waits.", choices=("device", "offload"))
+    query_proj: str = key("custom: queries.", choices=REMAT_PLACES)
+    key_proj: str = key("custom: keys.", choices=REMAT_PLACES)
+    value_proj: str = key("custom: values.", choices=REMAT_PLACES)
+    gate_proj: str = key("custom: gate of attention's output.", choices=REMAT_PLACES)
+    query_wa_proj: str = key("custom: mla: latent of queries.", choices=REMAT_PLACES)
+    kv_wa_proj: str = key("custom: mla: latent of keys and values.", choices=REMAT_PLACES)
+    context: str = key("custom: what attention gives.", choices=REMAT_PLACES)
+    out_proj: str = key("custom: attention's output matrix.", choices=REMAT_PLACES)
+    mlpwi_0: str = key("custom: gate of the MLP.", choices=REMAT_PLACES)
+    mlpwi_1: str = key("custom: up of the MLP.", choices=REMAT_PLACES)
+    mlpwo: str = key("custom: down of the MLP.", choices=REMAT_PLACES)
+    moe_mlpwi_0: str = key("custom: gate of the experts.", choices=REMAT_PLACES)
+    moe_mlpwi_1: str = key("custom: up of the experts.", choices=REMAT_PLACES)
+    moe_mlpwo: str = key("custom: down of the experts.", choices=REMAT_PLACES)
     num_vocab_tiling: int = key("Tiles of the sequence in the loss; 0 chooses by size.", minimum=0)
 
 
@@ -197,18 +138,41 @@ class ComputeConfig:
 class ParallelConfig:
     """Degrees of the mesh axes, and which logical axis of a tensor lies along which of them."""
 
+    mesh: str | None = key("Name of a mesh preset, or a path to one.")
     dcn_data_parallelism: int = key("Data degree between slices.", minimum=-1)
+    dcn_pipeline_parallelism: int = key("Pipeline stages between slices.", minimum=-1)
     dcn_fsdp_parallelism: int = key("Fully sharded degree between slices.", minimum=-1)
+    dcn_context_parallelism: int = key("Context degree between slices.", minimum=-1)
+    dcn_expert_parallelism: int = key("Expert degree between slices.", minimum=-1)
     dcn_tensor_parallelism: int = key("Tensor degree between slices.", minimum=-1)
     ici_data_parallelism: int = key("Data degree within a slice.", minimum=-1)
+    ici_pipeline_parallelism: int = key("Pipeline stages within a slice.", minimum=-1)
     ici_fsdp_parallelism: int = key("Fully sharded degree within a slice.", minimum=-1)
+    ici_context_parallelism: int = key("Context degree within a slice.", minimum=-1)
+    ici_expert_parallelism: int = key("Expert degree within a slice.", minimum=-1)
     ici_tensor_parallelism: int = key("Tensor degree within a slice.", minimum=-1)
+    shard_optimizer_over_data: bool = key("Moments are split over the data axis too (ZeRO-1).")
+    context_parallel_strategy: str = key("How queries reach the keys of other shards.", choices=("all_gather", "ring"))
+    context_parallel_load_balance: bool = key("Each shard has an early and a late part of a row.")
+    num_pipeline_microbatches: int | None = key("Parts of a batch that follow one another.", minimum=1)
+    num_layers_per_pipeline_stage: int | None = key("Repeats of the layer pattern a stage and round.", minimum=1)
     logical_axis_rules: LogicalAxisRules = key("Rows of [logical axis, [mesh axes]].")
 
     def degrees(self, level: str) -> dict[str, int]:
         """Returns key -> degree of each of MESH_AXES at `level`, "dcn" or "ici"."""
-        names = [f"{level}_{axis}_parallelism" for axis in MESH_AXES]
+        names = [f"{level}_{DEGREE_WORDS[axis]}_parallelism" for axis in MESH_AXES]
         return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileConfig:
+    """Compiling a step ahead of time, and with which flags."""
+
+    compile_topology: str | None = key("Slice that `estimate` and `compile` compile for.")
+    compile_topology_num_slices: int = key("Number of such slices.", minimum=1)
+    compiled_trainstep_file: str | None = key("File of the compiled step: written by compile, read by train.")
+    compile_xla_flags: str | None = key("XLA flags of the step, separated by spaces.")
+    xla_flags_preset: str | None = key("Named set of XLA flags.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +214,7 @@ class OptimizerConfig:
     adam_weight_decay: float = key("Decoupled decay of matrices and embeddings.", minimum=0)
     mu_dtype: str | None = key("Dtype of the first moment.", choices=("float32", "bfloat16"))
     gradient_clipping_threshold: float = key("Largest global gradient norm; 0 = no clipping.", minimum=0)
+    optimizer_memory_host_offload: bool = key("Moments wait in the host's memory.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +224,8 @@ class TrainConfig:
     steps: int = key("The run ends when this many steps are done.", minimum=1)
     gradient_accumulation_steps: int = key("Micro-batches a step.", minimum=1)
     z_loss_multiplier: float = key("Weight of logsumexp(logits)^2.", minimum=0)
+    load_balance_loss_weight: float = key("Weight of the experts' load-balance loss.", minimum=0)
+    routed_bias_update_rate: float = key("Step of the routers' selection bias.", minimum=0)
     eval_interval: int = key("Steps between evaluations; 0 = never.", minimum=0)
     eval_steps: int = key("Batches an evaluation; -1 = all.", minimum=-1)
     abort_on_nan_loss: bool = key("Stop when the loss is NaN.")
@@ -325,6 +292,7 @@ class Config:
     model: ModelConfig
     compute: ComputeConfig
     parallel: ParallelConfig
+    compile: CompileConfig
     data: DataConfig
     optimizer: OptimizerConfig
     train: TrainConfig

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxlite.config.degrees import resolve_degrees
+from maxlite.config.degrees import fake_degrees
 from maxlite.config.schema import Config
 
 
@@ -10,10 +10,7 @@ def shown_values(config: Config) -> dict[str, Any]:
     """Returns key -> value in JSON types; with fake devices the mesh is known, so a degree of -1 is filled in."""
     values = {name: _listed(value) for name, value in config.flat().items()}
     if config.run.cpu_devices:
-        # Fake devices are one slice.
-        for level, devices in (("ici", config.run.cpu_devices), ("dcn", 1)):
-            names = config.parallel.degrees(level)
-            values.update(zip(names, resolve_degrees(config.parallel, level, devices), strict=True))
+        values.update(fake_degrees(config.parallel, config.run.cpu_devices))
     return values
 
 

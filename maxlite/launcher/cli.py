@@ -51,6 +51,33 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
     run_decode(resolved, config, json_output=json_output)
 
 
+@app.command(context_settings=KEYS_WITH_DASHES)
+def estimate(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    json_output: JsonOption = False,
+    decode_step: Annotated[bool, typer.Option("--decode", help="Prefill and a decoding step, not training.")] = False,
+) -> None:
+    """Compile the step for compile_topology, no chip needed: memory, FLOPs, traffic, time at best, what to change."""
+    from maxlite.launcher.resolve import resolve_config
+
+    resolved = resolve_config(config, overrides or [])
+    from maxlite.launcher.estimate import print_estimate
+
+    print_estimate(resolved, json_output, decode_step)
+
+
+@app.command("compile", context_settings=KEYS_WITH_DASHES)
+def compile_step(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
+    """Estimate the training step and write it to compiled_trainstep_file, which train then need not compile."""
+    from maxlite.launcher.resolve import resolve_config
+
+    resolved = resolve_config(config, overrides or [])
+    from maxlite.launcher import estimate as commands
+
+    commands.compile_step(resolved, json_output)
+
+
 @app.command("convert-hf", context_settings=KEYS_WITH_DASHES)
 def convert_hf(
     source: Annotated[

@@ -15,6 +15,8 @@ def step_line(step: int, tags: Mapping[str, float], hbm_limit_gib: float | None 
         parts.append(f"Tokens/s/device: {tags['perf/per_device_tokens_per_sec']:.3f}")
     parts.append(f"total_weights: {tags['learning/total_weights']:.0f}")
     parts.extend(f"{name}: {tags[f'learning/{name}']:.3f}" for name in ("loss", "lm_loss", "perplexity"))
+    if "learning/moe_lb_loss" in tags:
+        parts.append(f"moe_lb_loss: {tags['learning/moe_lb_loss']:.6f}")
     if "perf/mfu" in tags:
         parts.append(f"MFU: {tags['perf/mfu']:.1%}")
     parts.append(f"grad_norm: {tags['learning/grad_norm']:.3f}")
@@ -27,10 +29,11 @@ def step_line(step: int, tags: Mapping[str, float], hbm_limit_gib: float | None 
 
 def eval_line(step: int, tags: Mapping[str, float]) -> str:
     """Formats the evaluation that follows training step `step`; `tags` are those of `eval_tags`."""
+    balance = f", avg_moe_lb_loss={tags['eval/avg_moe_lb_loss']:.6f}" if "eval/avg_moe_lb_loss" in tags else ""
     return (
         f"Completed eval after train step {step}, loss={tags['eval/avg_loss']:.3f}, "
         f"perplexity={tags['eval/avg_perplexity']:.3f}, total_weights={tags['eval/total_weights']:.0f}, "
-        f"avg_z_loss={tags['eval/avg_z_loss']:.6f}"
+        f"avg_z_loss={tags['eval/avg_z_loss']:.6f}{balance}"
     )
 
 

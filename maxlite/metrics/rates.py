@@ -44,11 +44,11 @@ def step_tags(scalars: Mapping[str, float], timing: StepTiming, work: StepWork) 
     """Returns every tag of a training step.
 
     scalars: name -> value of learning/ tags, over all devices; `lm_loss` and `total_weights` must be there.
-        Perplexity is made here.
+        Perplexity is made here. A name with a slash is a whole tag.
     Returns: learning/*, perf/* and data/packing_efficiency, the share of the step's tokens that are real targets;
         rates only for a step that did not compile; perf/mfu is a share of 1.
     """
-    tags = {f"learning/{name}": float(value) for name, value in scalars.items()}
+    tags = {name if "/" in name else f"learning/{name}": float(value) for name, value in scalars.items()}
     tags["learning/perplexity"] = perplexity(tags["learning/lm_loss"])
     tags["perf/step_time_seconds"] = timing.seconds - timing.compile_seconds
     tags["perf/per_device_tflops"] = work.step_flops / work.num_devices / 1e12

@@ -14,6 +14,7 @@ from maxlite.nn.mlp import GatedMLP
 from maxlite.nn.moe import DenseAndMoE, MoE
 from maxlite.nn.norm import RMSNorm
 from maxlite.nn.param import param
+from maxlite.ops.router import RouterStats
 from maxlite.parallel.sharding import constrain
 
 ATTENTION: dict[str, Any] = {
@@ -52,15 +53,32 @@ class Block(nnx.Module):
         # Two MLPs side by side have a norm each.
         self.mlp_norm = norm(model.use_pre_norms and spec.mlp != "dense_and_moe")
         self.mlp = MLP[spec.mlp](model, compute, rngs=rngs)
+        self.routes = spec.mlp != "dense"
         self.mlp_post_norm = norm(model.use_post_norms)
         self.use_scalar = model.use_layer_scalar
         if self.use_scalar:
             self.scalar = param(rngs, (1,), ("norm",), dtype=compute.weight_dtype, value=1.0)
 
-    def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any]:
-        """x: [B, T, D]. Returns: [B, T, D] and the layer's cache."""
-        attended, cache = self.attention(self.attention_norm(x), context, cache)
-        x = constrain(x + self.attention_post_norm(attended), "batch", "length", "activation_embed")
-        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+    def __call__(
+        self, x: jax.Array, context: AttentionContext, cache: Any
+    ) -> tuple[jax.Array, Any, RouterStats | None]:
+        """x: [B, T, D]. Returns: [B, T, D], the layer's cache, and what its router did, if it has one."""
+        # Norms see a part of the sequence on each device; what they give is gathered for the products.
+        attended, cache = self.attention(_whole_rows(self.attention_norm(x)), context, cache)
+        x = _between_layers(x + self.attention_post_norm(attended))
+        normed, stats = _whole_rows(self.mlp_norm(x)), None
+        if self.routes:
+            made, stats = self.mlp(normed, context.query_segment_ids)
+        else:
+            made = self.mlp(normed)
+        x = x + self.mlp_post_norm(made)
         x = x * self.scalar[...].astype(x.dtype) if self.use_scalar else x
-        return constrain(x, "batch", "length", "activation_embed"), cache
+        return _between_layers(x), cache, stats
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    return constrain(x, "batch", "length", "activation_embed")
+
+
+def _between_layers(x: jax.Array) -> jax.Array:
+    return constrain(x, "batch", "norm_length", "activation_embed")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxlite.config.layers import LayerSpec, layer_groups
+from maxlite.config.layers import LayerSpec, layer_groups, layer_specs
 from maxlite.config.schema import ComputeConfig, LogicalAxisRules, ModelConfig
 from maxlite.errors import ConfigError
 from maxlite.model.block import ATTENTION
@@ -17,17 +18,9 @@ from maxlite.model.stack import take_apart, unstack
 from maxlite.model.transformer import Output, Transformer
 from maxlite.nn.cache import Cache
 from maxlite.ops.soft_cap import soft_capped
-from maxlite.parallel.sharding import indivisible, shardings_of
+from maxlite.parallel.sharding import describe_axes, indivisible, mesh_axes, num_parts, shardings_of
 
 Params = dict[str, Any]
-# Axis of an activation, and the key of the size that its mesh axes must divide.
-_ACTIVATION_SIZES = (
-    ("activation_heads", "num_query_heads"),
-    ("activation_kv_heads", "num_kv_heads"),
-    ("activation_kv_heads", "global_num_kv_heads"),
-    ("activation_mlp", "mlp_dim"),
-    ("activation_embed", "emb_dim"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,21 +112,22 @@ class Model:
             ConfigError: lists every size that its mesh axes do not divide.
         """
         shardings, problems = shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
-        given = [(name, getattr(self.config, name), axis) for axis, name in _ACTIVATION_SIZES]
-        sizes = [(name, size, axis) for name, size, axis in given if size is not None]
+        named = [*_undivided_layers(self.config, mesh, rules), *_undivided_sizes(self.config, mesh, rules)]
         # The sizes that have keys of their own come first: that is where to look.
-        named = [text for name, size, axis in sizes for text in indivisible(name, (size,), (axis,), mesh, rules)]
         if named or problems:
-            raise ConfigError("\n".join(named + problems))
+            raise ConfigError("\n".join(named + [text for text in problems if "dimension layers" not in text]))
         return shardings
 
     def _repeats(self) -> dict[str, int]:
         return {f"group_{index}": group.repeats for index, group in enumerate(layer_groups(self.config))}
 
 
-def build_model(model: ModelConfig, compute: ComputeConfig) -> Model:
-    """Builds the handle of a model without making any array; `dtype=auto` becomes what the default device likes."""
-    compute = dataclasses.replace(compute, dtype=resolve_dtype(compute.dtype))
+def build_model(model: ModelConfig, compute: ComputeConfig, platform: str | None = None) -> Model:
+    """Builds the handle of a model without making any array; `dtype=auto` becomes what the platform likes.
+
+    platform: of the devices that it will run on; None is the default device's.
+    """
+    compute = dataclasses.replace(compute, dtype=resolve_dtype(compute.dtype, platform))
     # Not by tracing `init`, which takes ten times as long; a test holds the two together.
     graphdef, state = nnx.split(Transformer(model, compute, rngs=None))
     variables = nnx.to_flat_state(state)
@@ -148,11 +142,48 @@ def build_model(model: ModelConfig, compute: ComputeConfig) -> Model:
     return Model(model, compute, abstract, axes, decays, graphdef)
 
 
-def resolve_dtype(dtype: str) -> str:
-    """Returns the dtype that `auto` stands for on the default device: bfloat16 on TPU and GPU, else float32."""
+def resolve_dtype(dtype: str, platform: str | None = None) -> str:
+    """Returns the dtype that `auto` stands for on a platform (None: the default device's): float32 on a CPU."""
     if dtype != "auto":
         return dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if (platform or jax.default_backend()) == "cpu" else "bfloat16"
+
+
+def _activation_sizes(model: ModelConfig) -> list[tuple[str, int | None, str]]:
+    """Key, size and axis of what activations are cut along."""
+    specs = layer_specs(model)
+    softmax = any(spec.attention not in ("gated_delta_net",) for spec in specs)
+    kinds = {spec.mlp for spec in specs}
+    sizes: list[tuple[str, int | None, str]] = [("emb_dim", model.emb_dim, "activation_embed")]
+    if softmax:
+        sizes.append(("num_query_heads", model.num_query_heads, "activation_heads"))
+        sizes.append(("num_kv_heads", model.num_kv_heads, "activation_kv_heads"))
+        sizes.append(("global_num_kv_heads", model.global_num_kv_heads, "activation_kv_heads"))
+    if kinds & {"dense", "dense_and_moe"}:
+        sizes.append(("mlp_dim", model.mlp_dim, "activation_mlp"))
+    if kinds - {"dense"}:
+        sizes.append(("num_experts", model.num_experts, "exp"))
+        sizes.append(("moe_mlp_dim", model.moe_mlp_dim, "activation_mlp"))
+        sizes.append(("shared_expert_mlp_dim", model.shared_expert_mlp_dim, "activation_mlp"))
+    return sizes
+
+
+def _undivided_sizes(model: ModelConfig, mesh: Mesh, rules: LogicalAxisRules) -> list[str]:
+    sizes = [(key, size, axis) for key, size, axis in _activation_sizes(model) if size is not None]
+    return [text for key, size, axis in sizes for text in indivisible(key, (size,), (axis,), mesh, rules)]
+
+
+def _undivided_layers(model: ModelConfig, mesh: Mesh, rules: LogicalAxisRules) -> Iterator[str]:
+    axes = mesh_axes("layers", rules)
+    stages = num_parts(axes, mesh)
+    for index, group in enumerate(layer_groups(model)):
+        if group.repeats % stages:
+            kinds = ", ".join(f"{spec.attention}+{spec.mlp}" for spec in group.pattern)
+            yield (
+                f"Group {index} of the layers is {group.repeats} x ({kinds}), which {describe_axes(axes, mesh)} does "
+                "not divide: each pipeline stage needs as many. Change ici_pipeline_parallelism (or dcn_), or "
+                "num_decoder_layers."
+            )
 
 
 def _make(model: ModelConfig, compute: ComputeConfig, key: jax.Array) -> Transformer:

@@ -6,6 +6,7 @@ for every token.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +15,14 @@ from flax import nnx
 from maxlite.config.layers import LayerGroup
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.model.block import Block
-from maxlite.model.remat import rematerialize
+from maxlite.model.pipeline import build_schedule, run_pipeline
+from maxlite.model.remat import kept_names, rematerialize
 from maxlite.nn.attention import AttentionContext
+from maxlite.ops.router import RouterStats
+from maxlite.parallel.sharding import axis_size, current_execution, live_axes
+
+# What each routed block of a pattern did, by its name.
+Stats = dict[str, RouterStats]
 
 
 class Pattern(nnx.Module):
@@ -27,12 +34,14 @@ class Pattern(nnx.Module):
         for position, spec in enumerate(group.pattern):
             setattr(self, f"block_{position}", Block(spec, model, compute, rngs=rngs))
 
-    def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any]:
-        """x: [B, T, D]; cache: a LayerCache for each block by name, or None."""
-        caches = {}
+    def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any, Stats]:
+        """x: [B, T, D]; cache: a LayerCache for each block by name, or None. Returns them and the routers' stats."""
+        caches, stats = {}, {}
         for name in [f"block_{position}" for position in range(self.num_blocks)]:
-            x, caches[name] = getattr(self, name)(x, context, None if cache is None else cache[name])
-        return x, (None if cache is None else caches)
+            x, caches[name], routed = getattr(self, name)(x, context, None if cache is None else cache[name])
+            if routed is not None:
+                stats[name] = routed
+        return x, (None if cache is None else caches), stats
 
 
 class Stack(nnx.Module):
@@ -51,25 +60,50 @@ class Stack(nnx.Module):
         else:
             self.layers = make_pattern(rngs)
         self.repeats = group.repeats
-        self.remat_policy = compute.remat_policy
+        self.kept = kept_names(compute)
         self.unroll = 1 if compute.scan_layers else group.repeats
 
-    def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any]:
-        """x: [B, T, D]; cache: stacked over the repeats like the weights (or a tuple), or None."""
+    def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any, Stats]:
+        """x: [B, T, D]; cache: stacked over the repeats like the weights (or a tuple), or None.
+
+        Returns: x, the cache, and the routers' stats by block, stacked over the repeats; none with a cache.
+        """
         graphdef, state = nnx.split(self.layers)
         params = nnx.to_pure_dict(state)
 
-        def run_pattern(x: jax.Array, params: Any, cache: Any) -> tuple[jax.Array, Any]:
+        def run_pattern(x: jax.Array, params: Any, context: AttentionContext, cache: Any) -> Any:
             return nnx.merge(graphdef, params)(x, context, cache)
 
         if _is_unstacked(params):
             new_cache = []
             for repeat in range(self.repeats):
-                x, layer_cache = run_pattern(x, _pick(params, repeat), cache[repeat] if cache else None)
+                x, layer_cache, _ = run_pattern(x, _pick(params, repeat), context, cache[repeat] if cache else None)
                 new_cache.append(layer_cache)
-            return x, (tuple(new_cache) if cache else None)
-        body = rematerialize(run_pattern, self.remat_policy, inside_scan=self.unroll == 1)
-        return jax.lax.scan(lambda x, xs: body(x, *xs), x, (params, cache), unroll=self.unroll)
+            return x, (tuple(new_cache) if cache else None), {}
+        stages = axis_size(live_axes("layers"))
+        if stages > 1 and cache is None:
+            return self._run_stages(run_pattern, stages, params, x, context)
+        body = rematerialize(run_pattern, self.kept, inside_scan=self.unroll == 1)
+
+        def step(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, tuple[Any, Stats]]:
+            x, cache, stats = body(x, xs[0], context, xs[1])
+            return x, (cache, stats)
+
+        x, (cache, stats) = jax.lax.scan(step, x, (params, cache), unroll=self.unroll)
+        return x, cache, stats
+
+    def _run_stages(
+        self, run_pattern: Callable[..., Any], stages: int, params: Any, x: jax.Array, context: AttentionContext
+    ) -> tuple[jax.Array, None, Stats]:
+        def run_without_cache(x: jax.Array, params: Any, context: AttentionContext) -> tuple[jax.Array, Stats]:
+            x, _, stats = run_pattern(x, params, context, None)
+            return x, stats
+
+        execution = current_execution()
+        schedule = build_schedule(stages, self.repeats, execution.microbatches, execution.layers_per_stage)
+        remat = functools.partial(rematerialize, kept=self.kept, inside_scan=True)
+        x, stats = run_pipeline(run_without_cache, params, x, context, schedule, remat)
+        return x, None, stats
 
 
 def unstack(params: dict[str, Any], repeats: dict[str, int]) -> dict[str, Any]:

@@ -7,19 +7,24 @@ from flax import nnx
 
 from maxlite.config.layers import layer_groups
 from maxlite.config.schema import ComputeConfig, ModelConfig
-from maxlite.model.stack import Stack
+from maxlite.model.stack import Stack, Stats
 from maxlite.nn.attention import AttentionContext
 from maxlite.nn.cache import Cache, write_tokens
 from maxlite.nn.embedding import Embedding, OutputMatrix
 from maxlite.nn.norm import RMSNorm
 from maxlite.nn.rotary import rotary_tables, rotations
+from maxlite.parallel.sharding import constrain
 
 
 class Output(NamedTuple):
-    """hidden: [B, T, D] after the final norm; cache: with these tokens in it, or None."""
+    """hidden: [B, T, D] after the final norm; cache: with these tokens in it, or None.
+
+    stats: group -> block -> what its routers did, stacked over the group's repeats.
+    """
 
     hidden: jax.Array
     cache: Cache | None
+    stats: dict[str, Stats]
 
 
 class Transformer(nnx.Module):
@@ -52,10 +57,13 @@ class Transformer(nnx.Module):
             cache = write_tokens(cache, positions, segment_ids)
             keys = (cache.positions, cache.segment_ids)
             context = AttentionContext(positions, segment_ids, *keys, turns, index)
-        x, layers = self.embedding(tokens), {}
+        x, layers, stats = self.embedding(tokens), {}, {}
         for name in self.group_names:
-            x, layers[name] = getattr(self, name)(x, context, None if cache is None else cache.layers[name])
-        return Output(self.final_norm(x), None if cache is None else cache._replace(layers=layers))
+            x, layers[name], stats[name] = getattr(self, name)(
+                x, context, None if cache is None else cache.layers[name]
+            )
+        hidden = constrain(self.final_norm(x), "batch", "length", "activation_embed")
+        return Output(hidden, None if cache is None else cache._replace(layers=layers), stats)
 
     def unembedding(self) -> jax.Array:
         """Returns the matrix from hidden states to logits: [D, V]."""

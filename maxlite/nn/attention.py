@@ -1,6 +1,6 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): over all keys, a window or a chunk of them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ from maxlite.nn.cache import LayerCache, write_slots
 from maxlite.nn.linear import Linear
 from maxlite.nn.norm import RMSNorm, rms_normalize
 from maxlite.nn.param import param
-from maxlite.ops.attention import dot_product_attention
+from maxlite.ops.attention import dot_product_attention, self_attention
+from maxlite.ops.attention_types import ContextParallel
 from maxlite.ops.rope import apply_rope
-from maxlite.parallel.sharding import constrain
+from maxlite.parallel.sharding import constrain, current_execution
 
 
 class AttentionContext(NamedTuple):
@@ -39,6 +40,42 @@ class AttentionContext(NamedTuple):
     key_segment_ids: jax.Array | None
     rotations: dict[str, tuple[jax.Array, jax.Array]]
     index: jax.Array | None
+
+
+def attend_rows(
+    kind: str, query: jax.Array, key: jax.Array, value: jax.Array, context: AttentionContext, **options: Any
+) -> jax.Array:
+    """Rows to themselves, on the kernel and across the devices that the execution in context says.
+
+    query, key, value: [B, T, N, H], [B, T, K, H], [B, T, K, Hv]. Returns: [B, T, N, Hv].
+    """
+    execution = current_execution()
+    return self_attention(
+        query,
+        key,
+        value,
+        positions=context.query_positions,
+        segment_ids=context.query_segment_ids,
+        kernel=execution.kernel(kind),
+        context_parallel=ContextParallel(execution.context_strategy, execution.load_balance),
+        **options,
+    )
+
+
+def attend_cache(
+    query: jax.Array, key: jax.Array, value: jax.Array, context: AttentionContext, **options: Any
+) -> jax.Array:
+    """Queries [B, T, N, H] to the keys [B, S, K, H] and values [B, S, K, Hv] of a cache. Returns: [B, T, N, Hv]."""
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        query_positions=context.query_positions,
+        key_positions=context.key_positions,
+        query_segment_ids=context.query_segment_ids,
+        key_segment_ids=context.key_segment_ids,
+        **options,
+    )
 
 
 class Attention(nnx.Module):
@@ -106,21 +143,12 @@ class Attention(nnx.Module):
             cache = LayerCache(
                 write_slots(cache.key, key, context.index), write_slots(cache.value, value, context.index)
             )
-        attended = dot_product_attention(
-            query,
-            key if cache is None else cache.key,
-            value if cache is None else cache.value,
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segment_ids=context.query_segment_ids,
-            key_segment_ids=context.key_segment_ids,
-            scale=self.scale,
-            window=self.window,
-            chunk=self.chunk,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks[...] if self.has_sinks else None,
-            aligned=cache is None,
-        )
+        masks = {"scale": self.scale, "window": self.window, "chunk": self.chunk, "soft_cap": self.soft_cap}
+        sinks = self.sinks[...] if self.has_sinks else None
+        if cache is None:
+            attended = attend_rows(self.kind, query, key, value, context, sinks=sinks, **masks)
+        else:
+            attended = attend_cache(query, cache.key, cache.value, context, sinks=sinks, **masks)
         # No name here: ops/attention names the context inside its rule, and a second name would save it twice.
         attended = constrain(attended, "batch", "length", "activation_heads", None)
         if self.gates_output:

@@ -8,6 +8,7 @@ from flax import nnx
 
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.param import param
+from maxlite.ops.embedding import look_up
 from maxlite.parallel.sharding import constrain
 
 
@@ -24,11 +25,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens: [B, T] int32. Returns: [B, T, D]."""
-        # Gathering before the cast reads B*T rows, not the whole table.
-        x = self.table[...][tokens].astype(self.dtype)
+        x = look_up(self.table[...], tokens, self.dtype)
         if self.multiplier is not None:
             x = x * jnp.asarray(self.multiplier, self.dtype)
-        return constrain(x, "batch", "length", "activation_embed")
+        return constrain(x, "batch", "norm_length", "activation_embed")
 
     def matrix(self) -> jax.Array:
         """Returns the table as an output matrix: [D, V] in the compute dtype."""

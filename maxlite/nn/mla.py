@@ -10,12 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.layers import LayerSpec
 from maxlite.config.schema import ComputeConfig, ModelConfig
-from maxlite.nn.attention import AttentionContext
+from maxlite.nn.attention import AttentionContext, attend_cache, attend_rows
 from maxlite.nn.cache import write_slots
 from maxlite.nn.linear import Linear
 from maxlite.nn.norm import RMSNorm
 from maxlite.nn.rotary import rope_scaling
-from maxlite.ops.attention import dot_product_attention
 from maxlite.ops.product import product
 from maxlite.ops.rope import apply_rope
 from maxlite.parallel.sharding import constrain
@@ -127,7 +126,7 @@ class MultiHeadLatentAttention(nnx.Module):
         shared = jnp.broadcast_to(latents.rope_key[:, :, None], (*key.shape[:-1], self.rope_width))
         key = checkpoint_name(jnp.concatenate([key, shared], axis=-1), "key_proj")
         value = checkpoint_name(value, "value_proj")
-        return self._attend(query, key, value, context, aligned=True)
+        return attend_rows("mla", query, key, value, context, scale=self.scale)
 
     def _attend_absorbed(self, query: jax.Array, cache: LatentCache, context: AttentionContext) -> jax.Array:
         """One key and value head of latents, read by all. query: [B, T, N, Hn+Hr]. Returns: [B, T, N, Hv]."""
@@ -137,23 +136,8 @@ class MultiHeadLatentAttention(nnx.Module):
         # (latent . W) . query = latent . (W . query): the same scores, without a key for each head.
         query = jnp.concatenate([product("BTNH,RNH->BTNR", content, to_key), rotary], axis=-1)
         key = jnp.concatenate(cache, axis=-1)[:, :, None]
-        attended = self._attend(query, key, cache.latent[:, :, None], context, aligned=False)
+        attended = attend_cache(query, key, cache.latent[:, :, None], context, scale=self.scale)
         return product("BTNR,RNH->BTNH", attended, to_value)
-
-    def _attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, context: AttentionContext, *, aligned: bool
-    ) -> jax.Array:
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segment_ids=context.query_segment_ids,
-            key_segment_ids=context.key_segment_ids,
-            scale=self.scale,
-            aligned=aligned,
-        )
 
 
 def _scale(model: ModelConfig) -> float:

@@ -1,8 +1,12 @@
 """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): each token goes to a few of many gated MLPs.
 
-Every expert's tokens are kept, however unevenly they fall. On a mesh every device computes all tokens, with its
-share of the hidden width.
+On a mesh each device routes its own tokens, sends them to the devices that hold their experts, multiplies what came
+with its part of the experts' hidden width, and sends the results home. With `capacity_factor` null every expert's
+tokens are kept, however unevenly they fall.
 """
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +18,47 @@ from maxlite.nn.linear import Linear
 from maxlite.nn.mlp import GatedMLP, build_gate
 from maxlite.nn.norm import RMSNorm, rms_normalize
 from maxlite.nn.param import param
-from maxlite.ops.experts import Grouping, from_experts, group_by_expert, grouped_bias, grouped_product, to_experts
-from maxlite.ops.router import RoutingRule, route
-from maxlite.parallel.sharding import constrain
+from maxlite.ops.dispatch import capacity, dropless, group_by_capacity, with_capacity
+from maxlite.ops.experts import Gathering, RowGroups, grouped_bias, grouped_product, whole
+from maxlite.ops.rounding import rounded
+from maxlite.ops.router import RouterStats, RoutingRule, route, router_stats
+from maxlite.parallel.sharding import axis_size, constrain, live_axes, per_device
+
+Weights = dict[str, jax.Array]
+
+
+class Placement(NamedTuple):
+    """Mesh axes of more than one device, by what lies along them, for tokens of one size.
+
+    rows, length: rows of the batch, and the tokens of a row.
+    sequence: the last of `length`, those that the hidden width lies along too; before the experts they are gathered.
+    experts, embed, hidden: dimensions of the experts' kernels.
+    """
+
+    rows: tuple[str, ...]
+    length: tuple[str, ...]
+    sequence: tuple[str, ...]
+    experts: tuple[str, ...]
+    embed: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+
+def place(num_rows: int, length: int) -> Placement:
+    """Follows the rules in context; mesh axes that do not divide the rows or the length do not cut them."""
+    experts = live_axes("exp")
+    embed, hidden = (tuple(axis for axis in live_axes(name) if axis not in experts) for name in ("embed", "mlp"))
+    plain, fine = live_axes("length"), live_axes("norm_length")
+    sequence = fine[len(plain) :]
+    if fine != (*plain, *sequence) or sequence != hidden or length % axis_size(fine):
+        sequence = ()
+    cut = _dividing(plain, length)
+    return Placement(_dividing(live_axes("batch"), num_rows), (*cut, *sequence), sequence, experts, embed, hidden)
+
+
+def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    while size % axis_size(axes):
+        axes = axes[:-1]
+    return axes
 
 
 class Router(nnx.Module):
@@ -33,18 +75,26 @@ class Router(nnx.Module):
         if self.use_scale:
             self.scale = param(rngs, (model.emb_dim,), ("norm",), dtype=dtype, value=1.0)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [T, D]. Returns: [T, E] float32."""
+    def weights(self) -> Weights:
+        """Returns the weights in float32, for `__call__` on each device."""
+        weights = {"kernel": self.kernel[...]}
+        if self.use_bias:
+            weights["bias"] = self.bias[...]
+        if self.use_scale:
+            weights["scale"] = self.scale[...]
+        return {name: array.astype(jnp.float32) for name, array in weights.items()}
+
+    def __call__(self, x: jax.Array, weights: Weights) -> jax.Array:
+        """x: [B, T, D]. Returns: [B, T, E] float32."""
         x = x.astype(jnp.float32)
         if self.use_scale:
-            x = rms_normalize(x, self.epsilon) * self.scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
-        kernel = self.kernel[...].astype(jnp.float32)
-        logits = jnp.einsum("TD,DE->TE", x, kernel, precision=jax.lax.Precision.HIGHEST)
-        return logits + self.bias[...].astype(jnp.float32) if self.use_bias else logits
+            x = rms_normalize(x, self.epsilon) * weights["scale"] * x.shape[-1] ** -0.5
+        logits = jnp.einsum("BTD,DE->BTE", x, weights["kernel"], precision=jax.lax.Precision.HIGHEST)
+        return logits + weights["bias"] if self.use_bias else logits
 
 
 class ExpertLinear(nnx.Module):
-    """Rows sorted by expert times each one's matrix, and perhaps plus its bias."""
+    """Each expert's matrix, and perhaps its bias."""
 
     def __init__(
         self,
@@ -62,16 +112,35 @@ class ExpertLinear(nnx.Module):
         if use_bias:
             self.bias = param(rngs, (shape[0], shape[2]), ("exp", axes[1]), dtype=dtype, value=0.0)
         self.dtype = jnp.dtype(compute.dtype)
-        # Where the kernel lies as it is used: gathered, but for the hidden width.
-        self.placed = (None, *("activation_mlp" if axis == "mlp" else None for axis in axes))
+        self.axes = axes
 
-    def __call__(self, rows: jax.Array, grouping: Grouping) -> jax.Array:
-        """rows: [R, in]. Returns: [R, out] in the compute dtype."""
-        kernel = constrain(self.kernel[...].astype(self.dtype), *self.placed)
-        y = grouped_product(rows, kernel, grouping)
-        if self.use_bias:
-            y = y + grouped_bias(self.bias[...].astype(self.dtype), grouping)
-        return constrain(y, None, self.placed[2])
+    def weights(self) -> Weights:
+        """Returns the weights in the compute dtype, for `__call__` on each device; half the bytes to gather."""
+        weights = {"kernel": rounded(self.kernel[...], self.dtype)}
+        return weights | ({"bias": self.bias[...].astype(self.dtype)} if self.use_bias else {})
+
+    def weight_axes(self) -> dict[str, tuple[str, ...]]:
+        """Returns the logical axes of `weights`."""
+        axes: dict[str, tuple[str, ...]] = {"kernel": ("exp", *self.axes)}
+        return axes | ({"bias": ("exp", self.axes[1])} if self.use_bias else {})
+
+    def __call__(self, rows: jax.Array, groups: RowGroups | None, weights: Weights, placement: Placement) -> jax.Array:
+        """Multiplies each row with its expert's matrix; where the summed width is cut, this is a part of the sum.
+
+        rows: [R, in] that fall on experts as `groups` says; without it [E, R, in].
+        Returns: the same with the last dimension out.
+        """
+        gathering = Gathering(placement.embed, 1 + self.axes.index("embed"))
+        y = grouped_product(rows, weights["kernel"], groups, gathering)
+        if not self.use_bias:
+            return y
+        bias = weights["bias"]
+        if self.axes[1] == "embed":
+            bias = whole(Gathering(placement.embed, 1), bias)
+            if placement.hidden:
+                # One of the devices whose parts are added up adds it.
+                bias = jnp.where(jax.lax.axis_index(placement.hidden) == 0, bias, 0)
+        return y + (bias[:, None] if groups is None else grouped_bias(bias, groups, rows.shape[0]))
 
 
 class Experts(nnx.Module):
@@ -87,13 +156,19 @@ class Experts(nnx.Module):
         self.up = ExpertLinear((count, *wide), ("embed", "mlp"), compute, use_bias=bias, rngs=rngs)
         self.down = ExpertLinear((count, *narrow), ("mlp", "embed"), compute, use_bias=bias, rngs=rngs)
 
-    def __call__(self, slots: jax.Array, grouping: Grouping) -> jax.Array:
-        """slots: [M, D], what each choice of each token goes in with. Returns: [M, D]."""
-        rows = to_experts(slots, grouping)
-        gate = checkpoint_name(self.gate(rows, grouping), "moe_mlpwi_0")
-        up = checkpoint_name(self.up(rows, grouping), "moe_mlpwi_1")
-        y = checkpoint_name(self.down(self.join(gate, up), grouping), "moe_mlpwo")
-        return from_experts(y, grouping)
+    def weights(self) -> tuple[dict[str, Weights], dict[str, dict[str, tuple[str, ...]]]]:
+        """Returns the weights for `__call__` on each device, and their logical axes."""
+        parts = {"gate": self.gate, "up": self.up, "down": self.down}
+        weights = {name: part.weights() for name, part in parts.items()}
+        return weights, {name: part.weight_axes() for name, part in parts.items()}
+
+    def __call__(
+        self, rows: jax.Array, groups: RowGroups | None, weights: dict[str, Weights], placement: Placement
+    ) -> jax.Array:
+        """rows: [R, D] that fall on experts as `groups` says; without it [E, R, D]. Returns: the same shape."""
+        gate = checkpoint_name(self.gate(rows, groups, weights["gate"], placement), "moe_mlpwi_0")
+        up = checkpoint_name(self.up(rows, groups, weights["up"], placement), "moe_mlpwi_1")
+        return checkpoint_name(self.down(self.join(gate, up), groups, weights["down"], placement), "moe_mlpwo")
 
 
 class MoE(nnx.Module):
@@ -103,6 +178,7 @@ class MoE(nnx.Module):
         """Makes the router, the experts, and what the shared_expert keys, routed_bias and scaled_router ask for."""
         self.dtype = jnp.dtype(compute.dtype)
         self.num_experts, self.scale_input = model.num_experts, model.scale_expert_input
+        self.capacity_factor = compute.capacity_factor
         self.rule = RoutingRule(
             model.num_experts_per_tok,
             model.routed_score_func,
@@ -127,36 +203,95 @@ class MoE(nnx.Module):
         if model.shared_expert_gate:
             self.shared_gate = Linear("BTD,DO->BTO", (model.emb_dim, 1), ("embed", "norm"), compute, rngs=rngs)
 
-    def __call__(self, x: jax.Array, router_input: jax.Array | None = None) -> jax.Array:
-        """x: [B, T, D]; router_input: the same, what experts are chosen by if it is not x. Returns: [B, T, D]."""
-        flat, chosen_by = (a.reshape(-1, x.shape[-1]) for a in (x, x if router_input is None else router_input))
-        y = self._routed(flat.astype(self.dtype), chosen_by.astype(self.dtype)).reshape(x.shape)
-        y = constrain(y, "batch", "length", "activation_embed")
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, RouterStats]:
+        """Computes padding too, but neither counts it nor keeps room for it where room is limited.
+
+        x: [B, T, D].
+        segment_ids: [B, T] int32, 0 where a token is padding; None where none is.
+        router_input: as x, what experts are chosen by if it is not x.
+        Returns: [B, T, D], and how evenly the real tokens fell.
+        """
+        placement = place(*x.shape[:2])
+        real = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids != 0
+        length = "norm_length" if placement.sequence else "length"
+        tokens, whole = ("batch", length, None), {name: (None,) * array.ndim for name, array in self._routing().items()}
+        experts, experts_axes = self.experts.weights()
+        run = per_device(
+            functools.partial(self._on_each_device, placement),
+            (tokens, tokens, ("batch", length), whole, experts_axes),
+            (tokens, RouterStats((None,), ())),
+        )
+        chosen_by = None if router_input is None else router_input.astype(self.dtype)
+        y, stats = run(x.astype(self.dtype), chosen_by, real, self._routing(), experts)
         if not self.use_shared:
-            return y
+            return y, stats
+        x = constrain(x, "batch", "length", "activation_embed")
         shared = self.shared(x)
         if self.use_shared_gate:
             shared = shared * jax.nn.sigmoid(self.shared_gate(x))
-        return y + shared
+        return y + shared, stats
 
-    def _routed(self, x: jax.Array, chosen_by: jax.Array) -> jax.Array:
-        """x, chosen_by: [T, D]. Returns: [T, D]."""
-        x, chosen_by = constrain(x, None, None), constrain(chosen_by, None, None)
-        weights, experts = route(
-            self.rule, self.router(chosen_by), self.selection_bias[...] if self.use_selection_bias else None
-        )
+    def _routing(self) -> Weights:
+        """Float32 weights that every device has whole."""
+        weights = self.router.weights()
+        if self.use_selection_bias:
+            weights["selection_bias"] = self.selection_bias[...]
         if self.use_expert_scale:
-            weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]
-        grouping = group_by_expert(experts, self.num_experts)
-        # Weights are float32, and so is what they multiply; the sum over a token's experts too.
-        factors, shape = weights[:, :, None], (*weights.shape, x.shape[-1])
+            weights["expert_scale"] = self.expert_scale[...].astype(jnp.float32)
+        return weights
+
+    def _on_each_device(
+        self,
+        placement: Placement,
+        x: jax.Array,
+        chosen_by: jax.Array | None,
+        real: jax.Array,
+        routing: Weights,
+        experts: dict[str, Weights],
+    ) -> tuple[jax.Array, RouterStats]:
+        """x, chosen_by: [B, T, D], real: [B, T], each a device's own. Returns: its [B, T, D]; stats of all."""
+        logits = self.router(x if chosen_by is None else chosen_by, routing)
+        chosen = route(self.rule, logits, routing.get("selection_bias"))
+        stats = router_stats(chosen, real, row_axes=placement.rows, length_axes=placement.length)
+        factors = chosen.weights * routing["expert_scale"][chosen.experts] if self.use_expert_scale else chosen.weights
+        tokens = (x, factors, chosen.experts, real)
+        if placement.sequence:
+            tokens = jax.lax.all_gather(tokens, placement.sequence, axis=1, tiled=True)
+        y = self._mixed(placement, *tokens, experts)
+        if placement.sequence:
+            y = jax.lax.psum_scatter(y, placement.sequence, scatter_dimension=1, tiled=True)
+        elif placement.hidden:
+            y = jax.lax.psum(y, placement.hidden)
+        return y, stats
+
+    def _mixed(
+        self,
+        placement: Placement,
+        x: jax.Array,
+        factors: jax.Array,
+        chosen: jax.Array,
+        real: jax.Array,
+        weights: dict[str, Weights],
+    ) -> jax.Array:
+        """x: [B, T, D]; factors and chosen: [B, T, k]. Returns: [B, T, D], each token's results added up."""
+        # Factors are float32, and so is what they multiply; the sum over a token's experts too.
+        factors, shape = factors[..., None], (*factors.shape, x.shape[-1])
         if self.scale_input:
-            slots = (x[:, None].astype(jnp.float32) * factors).astype(self.dtype)
-            y = self.experts(slots.reshape(-1, x.shape[-1]), grouping).reshape(shape).astype(jnp.float32)
+            slots = (x[:, :, None].astype(jnp.float32) * factors).astype(self.dtype)
         else:
-            slots = jnp.broadcast_to(x[:, None], shape).reshape(-1, x.shape[-1])
-            y = self.experts(slots, grouping).reshape(shape).astype(jnp.float32) * factors
-        return jnp.sum(y, axis=1).astype(self.dtype)
+            slots = jnp.broadcast_to(x[:, :, None], shape)
+        run = functools.partial(self.experts, weights=weights, placement=placement)
+        slots = slots.reshape(-1, x.shape[-1])
+        if self.capacity_factor is None:
+            y = dropless(run, slots, chosen, self.num_experts, placement.experts)
+        else:
+            room = capacity(self.capacity_factor, x.shape[1], chosen.shape[-1], self.num_experts)
+            places = group_by_capacity(chosen, real, self.num_experts, room)
+            y = with_capacity(run, slots, places, self.num_experts, placement.experts)
+        y = y.reshape(shape).astype(jnp.float32)
+        return jnp.sum(y if self.scale_input else y * factors, axis=2).astype(self.dtype)
 
 
 class DenseAndMoE(nnx.Module):
@@ -173,7 +308,8 @@ class DenseAndMoE(nnx.Module):
         self.moe_norm, self.moe_post_norm = norm(), norm()
         self.moe = MoE(model, compute, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [B, T, D]. Returns: [B, T, D]."""
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, RouterStats]:
+        """x: [B, T, D]; segment_ids: [B, T] int32 or None, as of `MoE`. Returns: [B, T, D], and the experts' stats."""
         dense = self.dense_post_norm(self.dense(self.dense_norm(x)))
-        return dense + self.moe_post_norm(self.moe(self.moe_norm(x), router_input=x))
+        routed, stats = self.moe(self.moe_norm(x), segment_ids, router_input=x)
+        return dense + self.moe_post_norm(routed), stats

@@ -8,7 +8,7 @@ expert's rows: what it writes there the next expert, whose rows they are, overwr
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +20,50 @@ FEW_ROWS = 16
 SLICE_BYTES = 128 * 1024
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "order", "inverse"], meta_fields=["blocks"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["share", "blocks"])
 @dataclasses.dataclass(frozen=True)
-class Grouping:
-    """T tokens times k choices are M slots; rows are the slots sorted by expert, R of them with padding at the end.
+class RowGroups:
+    """How rows sorted by expert fall on E experts; rows after the last expert's are padding.
 
-    sizes: [E] int32, rows of each expert; their sum is M.
-    order: [R] int32, the slot that a row is; M where the row is padding.
-    inverse: [M] int32, the row that a slot became.
-    blocks: how many rows the CPU multiplies at once, falling; R is M plus the last.
+    sizes: [E] int32, rows of each expert.
+    share: about how many rows an expert has when all have as many.
+    blocks: how many rows the CPU multiplies at once, falling; there are at least as many rows of padding as the last.
     """
 
     sizes: jax.Array
-    order: jax.Array
-    inverse: jax.Array
+    share: int
     blocks: tuple[int, ...]
 
 
-def group_by_expert(experts: jax.Array, num_experts: int) -> Grouping:
-    """experts: [T, k] int32, each below num_experts."""
+class Places(NamedTuple):
+    """M slots (T tokens times k choices) and R rows, of which the experts' products are taken.
+
+    order: [R] int32, the slot that a row is; M where the row is padding.
+    inverse: [M] int32, the row that a slot became; R where it became none.
+    """
+
+    order: jax.Array
+    inverse: jax.Array
+
+
+def group_by_expert(experts: jax.Array, num_experts: int) -> tuple[Places, RowGroups]:
+    """Sorts slots by expert.
+
+    experts: [..., k] int32, each below num_experts.
+    Returns: their places, all slots having one, with padding at the end; and how the rows fall on the experts.
+    """
     slots = experts.reshape(-1)
-    blocks = block_sizes(slots.size, num_experts)
+    sizes = jnp.sum(slots[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    groups = row_groups(sizes, slots.size)
     order = jnp.argsort(slots, stable=True).astype(jnp.int32)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(slots.size, dtype=jnp.int32), unique_indices=True)
-    sizes = jnp.sum(slots[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    return Grouping(sizes, jnp.pad(order, (0, blocks[-1]), constant_values=slots.size), inverse, blocks)
+    return Places(jnp.pad(order, (0, groups.blocks[-1]), constant_values=slots.size), inverse), groups
+
+
+def row_groups(sizes: jax.Array, num_rows: int) -> RowGroups:
+    """sizes: [E] int32; num_rows: their sum, or what may be expected of it."""
+    num_experts = sizes.size
+    return RowGroups(sizes, max(1, num_rows // num_experts), block_sizes(num_rows, num_experts))
 
 
 def block_sizes(num_slots: int, num_experts: int) -> tuple[int, ...]:
@@ -56,14 +75,14 @@ def block_sizes(num_slots: int, num_experts: int) -> tuple[int, ...]:
     return (largest, largest // 4) if largest >= 32 else (largest,)
 
 
-def to_experts(slots: jax.Array, grouping: Grouping) -> jax.Array:
+def to_experts(slots: jax.Array, places: Places) -> jax.Array:
     """slots: [M, D]. Returns: rows [R, D], zeros where they are padding."""
-    return _permute(slots, grouping.order, grouping.inverse)
+    return _permute(slots, places.order, places.inverse)
 
 
-def from_experts(rows: jax.Array, grouping: Grouping) -> jax.Array:
-    """rows: [R, D]. Returns: slots [M, D]."""
-    return _permute(rows, grouping.inverse, grouping.order)
+def from_experts(rows: jax.Array, places: Places) -> jax.Array:
+    """rows: [R, D]. Returns: slots [M, D], zeros for those that have no row."""
+    return _permute(rows, places.inverse, places.order)
 
 
 @jax.custom_vjp
@@ -85,66 +104,100 @@ def _permute_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Arra
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-def grouped_bias(bias: jax.Array, grouping: Grouping) -> jax.Array:
-    """bias: [E, F]. Returns: the bias of each row's expert [R, F], zeros where it is padding."""
-    num_rows = grouping.order.size
-    expert = jnp.searchsorted(jnp.cumsum(grouping.sizes), jnp.arange(num_rows), side="right")
+def grouped_bias(bias: jax.Array, groups: RowGroups, num_rows: int) -> jax.Array:
+    """bias: [E, F]. Returns: the bias of each row's expert [num_rows, F], zeros where it is padding."""
+    expert = jnp.searchsorted(jnp.cumsum(groups.sizes), jnp.arange(num_rows), side="right")
     # A product, because the gradient of a gather would add row by row.
     chosen = jax.nn.one_hot(expert, bias.shape[0], dtype=bias.dtype)
     return jnp.einsum("RE,EF->RF", chosen, bias, precision=jax.lax.Precision.HIGHEST)
 
 
-def grouped_product(rows: jax.Array, kernel: jax.Array, grouping: Grouping) -> jax.Array:
+class Gathering(NamedTuple):
+    """How an array's parts on the devices become whole: mesh axes, and the dimension that lies along them."""
+
+    axes: tuple[str, ...] = ()
+    dimension: int = 0
+
+
+NOT_CUT = Gathering()
+
+
+def whole(gathering: Gathering, array: jax.Array) -> jax.Array:
+    """Returns the whole of which a device has a part; the gradient is summed over devices and cut again."""
+    if not gathering.axes:
+        return array
+    return jax.lax.all_gather(array, gathering.axes, axis=gathering.dimension, tiled=True)
+
+
+def grouped_product(
+    rows: jax.Array, kernel: jax.Array, groups: RowGroups | None, gathering: Gathering = NOT_CUT
+) -> jax.Array:
     """Each row times its expert's matrix; padding gives values without meaning, but finite.
 
-    rows: [R, D] as `to_experts` made them.
-    kernel: [E, D, F] of the same dtype.
-    Returns: [R, F].
+    The backward pass gathers a kernel again, so that no policy keeps it whole, and sums its gradient over devices in
+    the kernel's own dtype.
+
+    rows: [R, D] sorted by expert, zeros where they are padding. Without `groups`: [E, R, D].
+    kernel: [E, D, F] of the same dtype, or a device's part of it, which `gathering` makes whole.
+    Returns: [R, F], or [E, R, F].
     """
-    return _product(grouping.blocks, rows, kernel, grouping.sizes)
+    return _product(gathering, rows, kernel, groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
-    by_loop = functools.partial(_loop_product, blocks)
-    return jax.lax.platform_dependent(rows, kernel, sizes, cpu=by_loop, default=_ragged_product)
+def _product(gathering: Gathering, rows: jax.Array, kernel: jax.Array, groups: RowGroups | None) -> jax.Array:
+    kernel = whole(gathering, kernel)
+    if groups is None:
+        return jnp.einsum("ERD,EDF->ERF", rows, kernel)
+    return jax.lax.platform_dependent(rows, kernel, groups, cpu=_loop_product, default=_ragged_product)
 
 
 def _product_forward(
-    blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array
+    gathering: Gathering, rows: jax.Array, kernel: jax.Array, groups: RowGroups | None
 ) -> tuple[jax.Array, Any]:
-    return _product(blocks, rows, kernel, sizes), (rows, kernel, sizes)
+    return _product(gathering, rows, kernel, groups), (rows, kernel, groups)
 
 
 def _product_backward(
-    blocks: tuple[int, ...], residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+    gathering: Gathering, residuals: tuple[jax.Array, jax.Array, RowGroups | None], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    by_loop = functools.partial(_loop_gradients, blocks)
-    rows_gradient, kernel_gradient = jax.lax.platform_dependent(
-        *residuals, gradient, cpu=by_loop, default=_ragged_gradients
-    )
-    return rows_gradient, kernel_gradient, None
+    rows, kernel, groups = residuals
+    kernel, scatter = jax.vjp(functools.partial(whole, gathering), kernel)
+    if groups is None:
+        rows_gradient = jnp.einsum("ERF,EDF->ERD", gradient, kernel)
+        kernel_gradient = jnp.einsum("ERD,ERF->EDF", rows, gradient)
+    else:
+        rows_gradient, kernel_gradient = jax.lax.platform_dependent(
+            rows, kernel, groups, gradient, cpu=_loop_gradients, default=_ragged_gradients
+        )
+    return rows_gradient, *scatter(kernel_gradient), None
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _ragged_product(rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The last expert takes the padding too, because ragged_dot leaves rows of no expert undefined."""
-    padding = rows.shape[0] - jnp.sum(sizes)
-    return jax.lax.ragged_dot(rows, kernel, sizes.at[-1].add(padding))
+def _ragged_product(rows: jax.Array, kernel: jax.Array, groups: RowGroups) -> jax.Array:
+    """No expert takes the padding, which may be far more than the rows; ragged_dot leaves it undefined."""
+    return _without_padding(jax.lax.ragged_dot(rows, kernel, groups.sizes), groups)
 
 
 def _ragged_gradients(
-    rows: jax.Array, kernel: jax.Array, sizes: jax.Array, gradient: jax.Array
+    rows: jax.Array, kernel: jax.Array, groups: RowGroups, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Padding adds nothing: `from_experts` gave its rows no gradient."""
-    _, pull_back = jax.vjp(lambda rows, kernel: _ragged_product(rows, kernel, sizes), rows, kernel)
-    return pull_back(gradient)
+    by_row = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    rows_gradient = jax.lax.ragged_dot_general(gradient, kernel, groups.sizes, by_row)
+    over_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    kernel_gradient = jax.lax.ragged_dot_general(rows, _without_padding(gradient, groups), groups.sizes, over_rows)
+    return _without_padding(rows_gradient, groups), kernel_gradient
 
 
-def _loop_product(blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+def _without_padding(rows: jax.Array, groups: RowGroups) -> jax.Array:
+    return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(groups.sizes), rows, 0)
+
+
+def _loop_product(rows: jax.Array, kernel: jax.Array, groups: RowGroups) -> jax.Array:
     """Only experts that have rows are read: in decoding they are few."""
+    sizes, blocks = groups.sizes, groups.blocks
     starts = jnp.cumsum(sizes) - sizes
     busy = jnp.argsort(sizes == 0, stable=True)
     num_busy = jnp.sum(sizes > 0)
@@ -186,9 +239,10 @@ def _slice_by_slice(block: jax.Array, kernel: jax.Array, expert: jax.Array) -> j
 
 
 def _loop_gradients(
-    blocks: tuple[int, ...], rows: jax.Array, kernel: jax.Array, sizes: jax.Array, gradient: jax.Array
+    rows: jax.Array, kernel: jax.Array, groups: RowGroups, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Expert by expert; the gradient of a whole matrix exists in float32 for one expert at a time."""
+    sizes, blocks = groups.sizes, groups.blocks
 
     def of_expert(
         rows_gradient: jax.Array, expert: tuple[jax.Array, jax.Array, jax.Array]
@@ -201,22 +255,20 @@ def _loop_gradients(
             return jax.lax.dynamic_update_slice_in_dim(rows_gradient, made, start + first, 0)
 
         rows_gradient = _over_blocks(blocks, count, of_block, rows_gradient)
-        return rows_gradient, _matrix_gradient(rows, gradient, start, count, sizes.size).astype(matrix.dtype)
+        return rows_gradient, _matrix_gradient(rows, gradient, start, count, groups.share).astype(matrix.dtype)
 
     starts = jnp.cumsum(sizes) - sizes
     return jax.lax.scan(of_expert, jnp.zeros_like(rows), (kernel, starts, sizes))
 
 
-def _matrix_gradient(
-    rows: jax.Array, gradient: jax.Array, start: jax.Array, count: jax.Array, num_experts: int
-) -> jax.Array:
+def _matrix_gradient(rows: jax.Array, gradient: jax.Array, start: jax.Array, count: jax.Array, share: int) -> jax.Array:
     """The product of `count` rows and their gradients, [D, F] float32: one product, if they are few enough.
 
     Adding up a product for each block would read and write the matrix as often, which costs more than to multiply
     with some zeros.
     """
-    share = max(1, rows.shape[0] // num_experts // 4)
-    capacities = sorted({min(share * quarters, rows.shape[0]) for quarters in (2, 4, 5, 8)})
+    quarter = max(1, share // 4)
+    capacities = sorted({min(quarter * quarters, rows.shape[0]) for quarters in (2, 4, 5, 8)})
 
     def product(first: jax.Array | int, capacity: int) -> jax.Array:
         at = jnp.minimum(start + first, rows.shape[0] - capacity)

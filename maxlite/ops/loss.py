@@ -1,10 +1,18 @@
-"""Cross entropy from final hidden states, tiled over the sequence so that the logits never exist all at once."""
+"""Cross entropy from final hidden states, tiled over the tokens so that the logits never exist all at once."""
 
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from maxlite.ops.vocabulary_split import Split, plan_split
+from maxlite.parallel.sharding import axis_size, live_axes, per_device
+
+# How the arguments and the gradients lie on a mesh.
+_HIDDEN_AXES = ("batch", "norm_length", None)
+_TOKEN_AXES = ("batch", "norm_length")
+_MATRIX_AXES = ("embed", "vocab")
 
 
 class _Options(NamedTuple):
@@ -13,6 +21,17 @@ class _Options(NamedTuple):
     num_tiles: int
     z_loss_multiplier: float
     soft_cap: float | None
+
+
+class _Tile(NamedTuple):
+    """Tokens of one tile: x [B, T, D], targets [B, T], weights [B, T]; of all tiles, with a leading dimension.
+
+    B counts the rows of all devices whose tokens this one serves.
+    """
+
+    x: jax.Array
+    targets: jax.Array
+    weights: jax.Array
 
 
 def chunked_cross_entropy(
@@ -27,15 +46,17 @@ def chunked_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Weighted cross entropy and z-loss (PaLM, arXiv:2204.02311, section 5), summed over all tokens.
 
-    At most [B, T / num_tiles, V] float32 logits exist at once, forward and backward: the gradients are computed with
-    the forward (three matmuls in all, no recomputation). Without differentiation no gradient is computed. The
-    gradient is that of loss + z-loss; only x and unembedding get one.
+    One device has at most the float32 logits of one of `num_tiles` parts of its tokens at once, forward and backward:
+    the gradients are computed with the forward (three matmuls in all, no recomputation). Without differentiation no
+    gradient is computed. The gradient is that of loss + z-loss; only x and unembedding get one. On a mesh the devices
+    share the tokens and the vocabulary as ops/vocabulary_split.py says, and none has all of the unembedding's gradient
+    unless it has few tokens to compute.
 
     x: [B, T, D] final hidden states.
     unembedding: [D, V].
     targets: [B, T] int32, the token to predict at each position.
     weights: [B, T] float32, 0 for padding.
-    num_tiles: into how many parts T is cut; a remainder is padded with weight 0.
+    num_tiles: into how many parts a device's share of T is cut; a remainder is padded with weight 0.
     z_loss_multiplier: factor of the squared logsumexp.
     soft_cap: bounds the logits to (-soft_cap, soft_cap) by tanh (Gemma 2, arXiv:2408.00118).
     Returns: (loss, z_loss), float32 scalars: sum of weight * (logsumexp - logit of the target), and
@@ -44,39 +65,35 @@ def chunked_cross_entropy(
     """
     if num_tiles < 1:
         raise ValueError(f"num_tiles must be at least 1, not {num_tiles}")
-    options = _Options(min(num_tiles, x.shape[1]), float(z_loss_multiplier), soft_cap)
+    options = _Options(num_tiles, float(z_loss_multiplier), soft_cap)
     return _tiled_loss(options, x, unembedding, targets, weights.astype(jnp.float32))
 
 
-def _tiles(array: jax.Array, num_tiles: int) -> jax.Array:
-    """Cut T into tiles, padded with zeros: [B, T, ...] -> [num_tiles, B, T / num_tiles, ...]."""
-    batch, length = array.shape[:2]
-    tile = -(-length // num_tiles)
-    padding = [(0, 0), (0, tile * num_tiles - length)] + [(0, 0)] * (array.ndim - 2)
-    cut = jnp.pad(array, padding).reshape(batch, num_tiles, tile, *array.shape[2:])
-    return jnp.moveaxis(cut, 1, 0)
-
-
 def _tile_loss(
-    options: _Options, x: jax.Array, unembedding: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Loss of one tile: (loss, z_loss, logits [B, T, V] after the soft cap, logsumexp [B, T]), all float32."""
-    logits = jnp.einsum("BTD,DV->BTV", x, unembedding, preferred_element_type=jnp.float32)
+    options: _Options, split: Split, tile: _Tile, kernel: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array]:
+    """Of one tile, kernel [D, V]: (loss, z_loss), logits [B, T, V] after the cap, logsumexp [B, T], targets among V."""
+    logits = jnp.einsum("BTD,DV->BTV", tile.x, kernel, preferred_element_type=jnp.float32)
     if options.soft_cap is not None:
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    loss = jnp.sum(weights * (normalizer - picked))
-    z_loss = options.z_loss_multiplier * jnp.sum(weights * normalizer**2)
-    return loss, z_loss, logits, normalizer
+    maximum = split.max_columns(jnp.max(logits, axis=-1))
+    total = split.sum_columns(jnp.sum(jnp.exp(logits - maximum[..., None]), axis=-1))
+    normalizer = jnp.log(total) + maximum
+    places = tile.targets - split.first_column(logits.shape[-1])
+    picked = jnp.take_along_axis(logits, places[..., None], axis=-1, mode="clip")[..., 0]
+    # A target among the columns of another device is picked there.
+    picked = split.sum_columns(jnp.where((places >= 0) & (places < logits.shape[-1]), picked, 0.0))
+    loss = jnp.sum(tile.weights * (normalizer - picked))
+    z_loss = options.z_loss_multiplier * jnp.sum(tile.weights * normalizer**2)
+    return (loss, z_loss), logits, normalizer, places
 
 
 def _logits_gradient(
-    options: _Options, logits: jax.Array, normalizer: jax.Array, targets: jax.Array, weights: jax.Array
+    options: _Options, logits: jax.Array, normalizer: jax.Array, places: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Gradient of loss + z_loss for the logits before the soft cap: [B, T, V] float32."""
     softmax_factor = weights * (1.0 + 2.0 * options.z_loss_multiplier * normalizer)
-    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == places[..., None]
     gradient = jnp.exp(logits - normalizer[..., None]) * softmax_factor[..., None]
     gradient = gradient - jnp.where(is_target, weights[..., None], 0.0)
     if options.soft_cap is not None:
@@ -84,43 +101,102 @@ def _logits_gradient(
     return gradient
 
 
+def _plan(x: jax.Array, part: jax.Array, kernel: jax.Array) -> Split:
+    """How the devices share the work: x [B, T, D] of all of them, `part` of x and `kernel` of this one."""
+    batch_axes = _cutting(live_axes("batch"), x.shape[0] // part.shape[0])
+    length_axes = [axis for axis in live_axes("norm_length") if axis not in batch_axes]
+    matrix_axes = live_axes("embed")
+    return plan_split(
+        part.shape[0] * part.shape[1],
+        kernel.shape[1],
+        matrix_axes=matrix_axes,
+        column_axes=[axis for axis in live_axes("vocab") if axis not in matrix_axes],
+        token_axes=(*batch_axes, *_cutting(tuple(length_axes), x.shape[1] // part.shape[1])),
+    )
+
+
+def _cutting(axes: tuple[str, ...], parts: int) -> tuple[str, ...]:
+    """The mesh axes that cut a dimension into `parts`: fewer than its own where they do not divide it."""
+    while axis_size(axes) > parts:
+        axes = axes[:-1]
+    assert axis_size(axes) == parts, f"a dimension is in {parts} parts, along {axes}"
+    return axes
+
+
+def _tiles(options: _Options, split: Split, tokens: _Tile) -> _Tile:
+    """This device's tokens, x [B, T, D] and the others [B, T] -> tiles: x of its own, the others of all it serves."""
+    length = tokens.x.shape[1]
+    count = min(options.num_tiles, length)
+    width = -(-length // count)
+
+    def cut(array: jax.Array) -> jax.Array:
+        padding = [(0, 0), (0, width * count - length)] + [(0, 0)] * (array.ndim - 2)
+        parts = jnp.pad(array, padding).reshape(array.shape[0], count, width, *array.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    return _Tile(cut(tokens.x), split.gather(cut(tokens.targets), axis=1), split.gather(cut(tokens.weights), axis=1))
+
+
+def _from_tiles(tiles: jax.Array, length: int) -> jax.Array:
+    """[tiles, B, T / tiles, D] -> [B, T, D], without the padding of T."""
+    whole = jnp.moveaxis(tiles, 0, 1)
+    return whole.reshape(whole.shape[0], -1, whole.shape[3])[:, :length]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tiled_loss(
     options: _Options, x: jax.Array, unembedding: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(loss, z_loss) without gradients: what evaluation runs."""
-    kernel = unembedding.astype(x.dtype)
 
-    def add_tile(sums: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
-        tile_x, tile_targets, tile_weights = tile
-        loss, z_loss, _, _ = _tile_loss(options, tile_x, kernel, tile_targets, tile_weights)
-        return (sums[0] + loss, sums[1] + z_loss), None
+    def run(part: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        split = _plan(x, part, kernel)
+        kernel = split.matrix(kernel.astype(x.dtype))
 
-    tiles = tuple(_tiles(array, options.num_tiles) for array in (x, targets, weights))
-    zero = jnp.zeros((), jnp.float32)
-    sums, _ = jax.lax.scan(add_tile, (zero, zero), tiles)
-    return sums
+        def add_tile(sums: tuple[jax.Array, jax.Array], tile: _Tile) -> tuple[tuple, None]:
+            tile = tile._replace(x=split.gather(tile.x))
+            (loss, z_loss), *_ = _tile_loss(options, split, tile, kernel)
+            return (sums[0] + loss, sums[1] + z_loss), None
+
+        zero = jnp.zeros((), jnp.float32)
+        sums, _ = jax.lax.scan(add_tile, (zero, zero), _tiles(options, split, _Tile(part, targets, weights)))
+        return split.sum_tokens(sums[0]), split.sum_tokens(sums[1])
+
+    in_axes = (_HIDDEN_AXES, _MATRIX_AXES, _TOKEN_AXES, _TOKEN_AXES)
+    return per_device(run, in_axes, ((), ()))(x, unembedding, targets, weights)
 
 
 def _forward(
     options: _Options, x: jax.Array, unembedding: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """Loss and, while each tile's logits are at hand, the gradients: x's in its dtype, the unembedding's in float32."""
-    kernel = unembedding.astype(x.dtype)
 
-    def add_tile(sums: tuple[jax.Array, ...], tile: tuple[jax.Array, ...]) -> tuple[tuple, jax.Array]:
-        tile_x, tile_targets, tile_weights = tile
-        loss, z_loss, logits, normalizer = _tile_loss(options, tile_x, kernel, tile_targets, tile_weights)
-        gradient = _logits_gradient(options, logits, normalizer, tile_targets, tile_weights).astype(x.dtype)
-        x_gradient = jnp.einsum("BTV,DV->BTD", gradient, kernel, preferred_element_type=jnp.float32)
-        kernel_gradient = jnp.einsum("BTD,BTV->DV", tile_x, gradient, preferred_element_type=jnp.float32)
-        return (sums[0] + loss, sums[1] + z_loss, sums[2] + kernel_gradient), x_gradient.astype(x.dtype)
+    def run(part: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+        split = _plan(x, part, kernel)
+        kernel = split.matrix(kernel.astype(x.dtype))
 
-    tiles = tuple(_tiles(array, options.num_tiles) for array in (x, targets, weights))
-    zero = jnp.zeros((), jnp.float32)
-    initial = (zero, zero, jnp.zeros(unembedding.shape, jnp.float32))
-    (loss, z_loss, kernel_gradient), x_gradient = jax.lax.scan(add_tile, initial, tiles)
-    x_gradient = jnp.moveaxis(x_gradient, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
+        def add_tile(sums: tuple[jax.Array, ...], tile: _Tile) -> tuple[tuple, jax.Array]:
+            tile = tile._replace(x=split.gather(tile.x))
+            (loss, z_loss), logits, normalizer, places = _tile_loss(options, split, tile, kernel)
+            gradient = _logits_gradient(options, logits, normalizer, places, tile.weights).astype(x.dtype)
+            x_gradient = jnp.einsum("BTV,DV->BTD", gradient, kernel, preferred_element_type=jnp.float32)
+            kernel_gradient = jnp.einsum("BTD,BTV->DV", tile.x, gradient, preferred_element_type=jnp.float32)
+            sums = (sums[0] + loss, sums[1] + z_loss, sums[2] + kernel_gradient)
+            return sums, split.scatter(x_gradient.astype(x.dtype))
+
+        zero = jnp.zeros((), jnp.float32)
+        initial = (zero, zero, jnp.zeros(kernel.shape, jnp.float32))
+        sums, x_gradient = jax.lax.scan(add_tile, initial, _tiles(options, split, _Tile(part, targets, weights)))
+        return (
+            split.sum_tokens(sums[0]),
+            split.sum_tokens(sums[1]),
+            _from_tiles(x_gradient, part.shape[1]),
+            split.matrix_gradient(sums[2]),
+        )
+
+    in_axes = (_HIDDEN_AXES, _MATRIX_AXES, _TOKEN_AXES, _TOKEN_AXES)
+    mapped = per_device(run, in_axes, ((), (), _HIDDEN_AXES, _MATRIX_AXES))
+    loss, z_loss, x_gradient, kernel_gradient = mapped(x, unembedding, targets, weights)
     # An empty array carries the unembedding's dtype to the backward pass: residuals must be arrays.
     return (loss, z_loss), (x_gradient, kernel_gradient, jnp.zeros((0,), unembedding.dtype))
 

@@ -11,20 +11,28 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxlite.config.degrees import resolve_degrees
+from maxlite.config.degrees import fake_slices, resolve_degrees
 from maxlite.config.schema import MESH_AXES, ParallelConfig
 
 
 def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device]) -> Mesh:
     """Arranges `devices` into a mesh with the axes MESH_AXES.
 
+    Several devices of one CPU are fake ones, and stand for as many slices as the dcn degrees multiply to: the first
+    slice has the first devices.
+
     Raises:
         ConfigError: the degrees do not fit the devices.
     """
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    fake = num_slices == 1 and devices[0].platform == "cpu"
+    if fake:
+        num_slices = fake_slices(parallel, len(devices))
     dcn = resolve_degrees(parallel, "dcn", num_slices)
     ici = resolve_degrees(parallel, "ici", len(devices) // num_slices)
-    if num_slices > 1:
+    if fake:
+        array = _sliced(devices, dcn, ici)
+    elif num_slices > 1:
         array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
     elif devices[0].platform == "tpu":
         array = mesh_utils.create_device_mesh(ici, devices)
@@ -32,3 +40,11 @@ def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device]) -> Mesh:
         array = np.array(devices).reshape(ici)
     # jax.make_mesh would make Explicit axes, under which an embedding gather raises; all axes here are Auto.
     return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _sliced(devices: Sequence[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:
+    """The order that create_hybrid_device_mesh gives real slices: along an axis, all of one slice before the next."""
+    array = np.array(devices).reshape(*dcn, *ici)
+    rank = len(dcn)
+    array = array.transpose([axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair])
+    return array.reshape([between * within for between, within in zip(dcn, ici, strict=True)])

@@ -8,13 +8,14 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import LogicalAxisRules
+from maxlite.parallel.execution import Execution
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -23,24 +24,37 @@ LogicalAxes = tuple[str | None, ...]
 class _Context:
     mesh: Mesh
     rules: LogicalAxisRules
+    execution: Execution
 
 
 _CONTEXT: contextvars.ContextVar[_Context | None] = contextvars.ContextVar("mesh_and_rules", default=None)
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh, rules: LogicalAxisRules, matmul_precision: str = "default") -> Iterator[None]:
+def use_mesh(
+    mesh: Mesh,
+    rules: LogicalAxisRules,
+    matmul_precision: str = "default",
+    execution: Execution = Execution(),  # noqa: B008  (frozen)
+) -> Iterator[None]:
     """Makes `mesh` and `rules` those that `constrain` follows, for all that is traced inside.
 
     matmul_precision: of every matrix product traced inside, those of backward passes too.
+    execution: what `current_execution` returns inside.
     """
-    token = _CONTEXT.set(_Context(mesh, rules))
+    token = _CONTEXT.set(_Context(mesh, rules, execution))
     try:
         precision = None if matmul_precision == "default" else matmul_precision
         with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
             yield
     finally:
         _CONTEXT.reset(token)
+
+
+def current_execution() -> Execution:
+    """Returns how the step in context runs; the plain way without one."""
+    context = _CONTEXT.get()
+    return Execution() if context is None else context.execution
 
 
 def mesh_axes(axis: str | None, rules: LogicalAxisRules) -> tuple[str, ...]:
@@ -83,9 +97,100 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     context = _CONTEXT.get()
     if context is None or context.mesh.size == 1:
         return x
-    assert len(axes) == x.ndim, f"{len(axes)} names for {x.ndim} dimensions"
-    sharding = NamedSharding(context.mesh, partition_spec(axes, context.rules))
-    return jax.lax.with_sharding_constraint(x, sharding)
+    spec = _activation_spec(x.shape, axes, context)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
+
+
+def per_device(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Returns `function` as each device runs it, on its own part of the arguments (jax.shard_map over the whole mesh).
+
+    in_axes, out_axes: a tuple of arguments (a pytree of results) whose leaves are tuples of logical axes; for an
+    argument that is None, None. An argument is copied along mesh axes that its names do not lie along, and a result
+    must be equal along those. Collectives inside go over `live_axes`. Without a mesh, or with one device, it is the
+    function itself.
+    """
+    context = _CONTEXT.get()
+    if context is None or context.mesh.size == 1:
+        return function
+
+    def run(*arguments: Any) -> Any:
+        specs = tuple(_argument_specs(part, axes, context) for part, axes in zip(arguments, in_axes, strict=True))
+        # How results are cut follows from the names alone where the arguments' sizes allowed all of them.
+        shapes = _sizes(arguments, in_axes)
+        out_specs = jax.tree.map(
+            lambda axes: _spec_of_sizes([shapes.get(axis) for axis in axes], axes, context), out_axes, is_leaf=_is_axes
+        )
+        # Kernels and loops below mix what differs between devices with constants, which jax's check would refuse.
+        mapped = jax.shard_map(function, mesh=context.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return mapped(*arguments)
+
+    return run
+
+
+def live_axes(axis: str) -> tuple[str, ...]:
+    """Returns the mesh axes of more than one device that a logical axis lies along; none without a mesh."""
+    context = _CONTEXT.get()
+    if context is None:
+        return ()
+    return tuple(name for name in mesh_axes(axis, context.rules) if context.mesh.shape[name] > 1)
+
+
+def cutting_axes(axis: str, size: int) -> tuple[str, ...]:
+    """Returns those of `live_axes` along which a batch or a length of this size is cut: the first that divide it."""
+    axes = live_axes(axis)
+    while axes and size % axis_size(axes):
+        axes = axes[:-1]
+    return axes
+
+
+def axis_size(axes: Iterable[str]) -> int:
+    """Returns into how many parts these mesh axes of the context cut a dimension."""
+    context = _CONTEXT.get()
+    return 1 if context is None else num_parts(axes, context.mesh)
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
+
+
+def _argument_specs(argument: Any, axes: Any, context: _Context) -> Any:
+    if argument is None:
+        return None
+    return jax.tree.map(
+        lambda names, array: _activation_spec(array.shape, names, context), axes, argument, is_leaf=_is_axes
+    )
+
+
+def _sizes(arguments: tuple[Any, ...], in_axes: tuple[Any, ...]) -> dict[str | None, int]:
+    """Size of each logical axis that an argument has."""
+    sizes: dict[str | None, int] = {}
+    for argument, axes in zip(arguments, in_axes, strict=True):
+        if argument is not None:
+            named = zip(jax.tree.leaves(axes, is_leaf=_is_axes), jax.tree.leaves(argument), strict=True)
+            sizes |= {name: size for names, array in named for name, size in zip(names, array.shape, strict=True)}
+    return sizes
+
+
+def _activation_spec(shape: tuple[int, ...], axes: tuple[str | None, ...], context: _Context) -> PartitionSpec:
+    assert len(axes) == len(shape), f"{len(axes)} names for {len(shape)} dimensions"
+    return _spec_of_sizes(list(shape), axes, context)
+
+
+def _spec_of_sizes(sizes: list[int | None], axes: tuple[str | None, ...], context: _Context) -> PartitionSpec:
+    """The spec by the rules, without the mesh axes that do not divide a batch or a length: one row, one token."""
+    entries: list[Any] = list(partition_spec(axes, context.rules))
+    for place, (size, name) in enumerate(zip(sizes, axes, strict=True)):
+        if place < len(entries) and name in ("batch", "length", "norm_length") and size is not None:
+            entries[place] = _dividing(entries[place], size, context.mesh)
+    return PartitionSpec(*entries)
+
+
+def _dividing(entry: Any, size: int, mesh: Mesh) -> Any:
+    """The longest beginning of these mesh axes that cuts `size` into equal parts."""
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    while axes and size % num_parts(axes, mesh):
+        axes = axes[:-1]
+    return axes or None
 
 
 def shardings_of(shapes: Any, axes: Mapping[str, Any], mesh: Mesh, rules: LogicalAxisRules) -> tuple[Any, list[str]]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import jax
+
 from maxlite.data.batch import Batch
 from maxlite.metrics.rates import eval_tags
 from maxlite.train.step import LossSums
@@ -22,9 +24,13 @@ def evaluate(
     eval_step: compiled, (params, batch) -> sums. place: puts a batch on the devices.
     """
     began = time.perf_counter()
-    sums = [0.0, 0.0, 0.0]
+    sums, routed = [0.0] * 5, False
     for batch in islice(batches, None if eval_steps == -1 else eval_steps):
         # Python floats are float64: the sum over many batches loses nothing to the size of one.
-        sums = [total + float(new) for total, new in zip(sums, eval_step(params, place(batch)), strict=True)]
-    lm_loss, z_loss, weight = sums
-    return eval_tags(lm_loss, z_loss, weight, time.perf_counter() - began)
+        new = eval_step(params, place(batch))
+        scalars = (new.lm_loss, new.z_loss, new.targets, new.balance, new.tokens)
+        sums = [total + float(scalar) for total, scalar in zip(sums, scalars, strict=True)]
+        routed = bool(jax.tree.leaves(new.loads))
+    lm_loss, z_loss, targets, balance, tokens = sums
+    tags = eval_tags(lm_loss, z_loss, targets, time.perf_counter() - began)
+    return tags | ({"eval/avg_moe_lb_loss": balance / max(tokens, 1.0)} if routed else {})

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from maxlite.config.layers import layer_groups
 from maxlite.config.schema import Config
 from maxlite.errors import NonFiniteLossError
 from maxlite.metrics.flops import train_step_flops
@@ -13,6 +14,9 @@ from maxlite.metrics.profiler import StepProfiler
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.rates import StepTiming, device_memory_gib, step_tags
 from maxlite.metrics.writers import MetricsWriter
+from maxlite.model.pipeline import build_schedule
+from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts
+from maxlite.train.kernels import kernel_lines
 from maxlite.train.setup import GIB, Setup, describe_mesh
 from maxlite.train.state import state_bytes
 
@@ -102,9 +106,6 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
     flops = train_step_flops(config.model, setup.rows, data.max_target_length)
     attention = flops.attention_flops / flops.total
     automatic = " (auto)" if config.compute.dtype == "auto" else ""
-    undivided = []
-    if setup.rules != config.parallel.logical_axis_rules:
-        undivided = [f"vocab_size={config.model.vocab_size} is not divided by its mesh axes: each device has all of it"]
     return [
         f"{config.train.steps} steps of {setup.rows} rows of {data.max_target_length} tokens",
         f"Num_devices: {len(setup.devices)}, shape {tuple(setup.mesh.shape.values())}: {describe_mesh(setup.mesh)} "
@@ -114,5 +115,37 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
         f"Total estimated memory size: {state_bytes(setup.abstract) / GIB:.3f} GiB a device (state)",
         f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
         f"and {attention:.1%} attention flops",
-        *undivided,
+        *kernel_lines(setup.kernels),
+        *_pipeline_lines(config, setup),
+        *_undivided_lines(config, setup),
     ]
+
+
+def _pipeline_lines(config: Config, setup: Setup) -> list[str]:
+    stages = num_parts(mesh_axes("layers", setup.rules), setup.mesh)
+    if stages == 1:
+        return []
+    lines = []
+    for group in layer_groups(config.model):
+        keys = config.parallel
+        schedule = build_schedule(
+            stages, group.repeats, keys.num_pipeline_microbatches, keys.num_layers_per_pipeline_stage
+        )
+        rounds = schedule.rounds(group.repeats)
+        lines.append(
+            f"Pipeline of {group.repeats} x {len(group.pattern)} layers: {stages} stages, {rounds} rounds, "
+            f"{schedule.microbatches} micro-batches, bubble {schedule.bubble(group.repeats):.1%}"
+        )
+    return lines
+
+
+def _undivided_lines(config: Config, setup: Setup) -> list[str]:
+    """What is not cut although the mesh could, because the size does not divide."""
+    lines = []
+    if setup.rules != config.parallel.logical_axis_rules:
+        lines.append(f"vocab_size={config.model.vocab_size} is not divided by its mesh axes: each device has all of it")
+    axes, length = mesh_axes("norm_length", setup.rules), config.data.max_target_length
+    if length % num_parts(axes, setup.mesh):
+        given = describe_axes([axis for axis in axes if setup.mesh.shape[axis] > 1], setup.mesh)
+        lines.append(f"max_target_length={length} is not divided by {given}: norms are not split over the sequence")
+    return lines

@@ -20,6 +20,7 @@ from maxlite.metrics.progress import Progress
 from maxlite.metrics.writers import MetricsWriter
 from maxlite.parallel.devices import prepare_jax
 from maxlite.parallel.sharding import use_mesh
+from maxlite.train.compiled_step import read_step
 from maxlite.train.loop import Loop
 from maxlite.train.program import dump_programs
 from maxlite.train.report import Reporter, start_lines
@@ -55,7 +56,7 @@ def run_train(config: Config) -> TrainResult:
         prepare_jax(config.run)
         try:
             setup = build_setup(config)
-            with use_mesh(setup.mesh, setup.rules, config.compute.matmul_precision):
+            with use_mesh(setup.mesh, setup.rules, config.compute.matmul_precision, setup.execution):
                 return _run(config, setup, stop)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
@@ -88,6 +89,7 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
         with MetricsWriter(directory.path, config.metrics, start) as writer:
             writer.describe_run(start, dump_config(config), setup.model.num_parameters)
             dump_programs(config.metrics, setup, directory)
+            setup = _with_compiled_step(config, setup, progress)
             loop = Loop(config, setup, dataset, Reporter(config, setup, directory.path, progress, writer))
             save = _saving(checkpointer, dataset) if config.checkpoint.enable_checkpointing else None
             try:
@@ -98,6 +100,16 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
             saved = f"saved step {done}" if save and done > start else "nothing new to save"
             raise PreemptedError(f"{stop.received}: {saved}; run the same command again to go on.")
         return TrainResult(directory.path, setup, dataset, state.params, done)
+
+
+def _with_compiled_step(config: Config, setup: Setup, progress: Progress) -> Setup:
+    path = config.compile.compiled_trainstep_file
+    if path is None:
+        return setup
+    lowered = setup.train_step.lower(setup.abstract, setup.abstract_batch)
+    compiled = read_step(path, lowered, setup.mesh)
+    progress.line(f"Compiled step from {path}")
+    return dataclasses.replace(setup, train_step=compiled)
 
 
 def _keep_files(config: Config, directory: RunDirectory) -> None:

@@ -10,6 +10,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import LogicalAxisRules
 from maxlite.model.build import Model
+from maxlite.parallel.sharding import num_parts
+
+HOST_MEMORY = "pinned_host"
+
+
+class ShardingKeys(NamedTuple):
+    """over_data: shard_optimizer_over_data. on_host: optimizer_memory_host_offload."""
+
+    over_data: bool = False
+    on_host: bool = False
 
 
 class TrainState(NamedTuple):
@@ -33,21 +43,51 @@ def fresh_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSt
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 
+class StateShardings(NamedTuple):
+    """rest: of the state between steps. gradients: like the parameters. moments: like opt_state, while a step works."""
+
+    rest: TrainState
+    gradients: Any
+    moments: Any
+
+
 def state_shardings(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: LogicalAxisRules
-) -> TrainState:
-    """Returns the sharding of every leaf: moments lie like their parameters, counters everywhere."""
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: LogicalAxisRules, keys: ShardingKeys
+) -> StateShardings:
+    """Returns the sharding of every leaf: moments lie like their parameters, or finer, or on the host.
+
+    Raises:
+        ConfigError: a size that its mesh axes do not divide.
+    """
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = model.shardings(mesh, rules)
-    abstract = jax.eval_shape(optimizer.init, model.abstract_params)
-    opt_state = optax.tree_map_params(
+    shapes = model.abstract_params
+    # ZeRO-1 (arXiv:1910.02054): each device of the data axis updates a part of the weights that all of them hold.
+    split = jax.tree.map(split_over_data, params, shapes) if keys.over_data else params
+    moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
-        abstract,
-        params,
+        jax.eval_shape(optimizer.init, shapes),
+        split,
         transform_non_params=lambda _: everywhere,
     )
-    return TrainState(everywhere, params, opt_state)
+    resting = moments
+    if keys.on_host:
+        resting = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), moments)
+    return StateShardings(TrainState(everywhere, params, resting), split, moments)
+
+
+def split_over_data(sharding: NamedSharding, shape: jax.ShapeDtypeStruct) -> NamedSharding:
+    """Cuts the first dimension that the data axis divides into parts for it; a leaf without one stays as it is."""
+    spec = list(sharding.spec) + [None] * (len(shape.shape) - len(sharding.spec))
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "a mesh of devices"
+    for dim, entry in enumerate(spec):
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        if "data" not in axes and shape.shape[dim] % num_parts((*axes, "data"), mesh) == 0:
+            spec[dim] = (*axes, "data")
+            return NamedSharding(mesh, PartitionSpec(*spec))
+    return sharding
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:

@@ -12,6 +12,7 @@ from maxlite.data.batch import Batch
 from maxlite.model.build import Model
 from maxlite.ops.loss import chunked_cross_entropy
 from maxlite.train.optimizer import Schedule
+from maxlite.train.router_bias import with_updated_biases
 from maxlite.train.state import TrainState
 
 # Float32 logits of one tile stay below this, when num_vocab_tiling=0 leaves the choice to us: small enough for a
@@ -20,33 +21,60 @@ AUTO_TILE_BYTES = 64 << 20
 
 
 class LossSums(NamedTuple):
-    """Sums over real targets: of cross entropy, of z-loss, and their number (all float32 scalars)."""
+    """Sums over a batch, float32: of its real targets' cross entropy, z-loss and number, and of its real tokens.
+
+    balance: the experts' load-balance loss of every real token, averaged over the routed layers; 0 without experts.
+    loads: group -> block -> [R, E], the choices that each expert got.
+    """
 
     lm_loss: jax.Array
     z_loss: jax.Array
-    weight: jax.Array
+    balance: jax.Array
+    targets: jax.Array
+    tokens: jax.Array
+    loads: dict[str, dict[str, jax.Array]]
 
 
-LossFunction = Callable[[Any, Batch, jax.Array], LossSums]
+class Scales(NamedTuple):
+    """Factors of what is summed over targets and over tokens: one over their number gives means."""
+
+    target: jax.Array
+    token: jax.Array
+
+
+LossFunction = Callable[[Any, Batch, Scales], LossSums]
 
 
 def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float) -> LossFunction:
-    """Returns `loss(params, batch, scale)`: the sums over the batch, each target's loss times `scale`."""
+    """Returns `loss(params, batch, scales)`: sums over the batch, each target's and token's loss times its scale."""
 
-    def loss(params: Any, batch: Batch, scale: jax.Array) -> LossSums:
-        hidden = model.apply(params, batch.inputs, batch.positions, batch.segment_ids).hidden
+    def loss(params: Any, batch: Batch, scales: Scales) -> LossSums:
+        output = model.apply(params, batch.inputs, batch.positions, batch.segment_ids)
         lm_loss, z_loss = chunked_cross_entropy(
-            hidden,
+            output.hidden,
             model.unembedding(params),
             batch.targets,
-            batch.loss_mask * scale,
+            batch.loss_mask * scales.target,
             num_tiles=num_tiles,
             z_loss_multiplier=z_loss_multiplier,
             soft_cap=model.config.final_logits_soft_cap,
         )
-        return LossSums(lm_loss, z_loss, jnp.sum(batch.loss_mask))
+        balances = [stats.balance for blocks in output.stats.values() for stats in blocks.values()]
+        layers = max(sum(balance.shape[0] for balance in balances), 1)
+        return LossSums(
+            lm_loss,
+            z_loss,
+            sum((jnp.sum(balance) for balance in balances), jnp.float32(0)) / layers * scales.token,
+            jnp.sum(batch.loss_mask),
+            _num_tokens(batch),
+            {group: {name: stats.load for name, stats in blocks.items()} for group, blocks in output.stats.items()},
+        )
 
     return loss
+
+
+def _num_tokens(batch: Batch) -> jax.Array:
+    return jnp.sum(batch.segment_ids != 0, dtype=jnp.float32)
 
 
 def automatic_tiles(shape: tuple[int, int], vocab_size: int) -> int:
@@ -61,46 +89,74 @@ def automatic_tiles(shape: tuple[int, int], vocab_size: int) -> int:
     return tiles
 
 
+class Placement(NamedTuple):
+    """Where the step works, as trees of shardings; None leaves it to the partitioner.
+
+    gradients: like the parameters. moments: like the optimizer's state, on the devices, if it rests elsewhere.
+    """
+
+    gradients: Any = None
+    moments: Any = None
+
+
 def build_train_step(
     loss: LossFunction,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     train: TrainConfig,
     clip: OptimizerConfig,
+    placement: Placement = Placement(),  # noqa: B008  (immutable)
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns `step(state, batch) -> (state, metrics)`, to be compiled with the state donated.
 
-    Losses and gradients are those of the mean over all real targets of the batch, however it is cut into
-    micro-batches: the number of targets is known before the first of them runs.
+    Losses and gradients are those of the mean over all real targets of the batch (for the load-balance loss: over all
+    real tokens), however it is cut into micro-batches: their number is known before the first of them runs.
     """
-    micro_batches = train.gradient_accumulation_steps
     threshold = clip.gradient_clipping_threshold
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        weight = jnp.sum(batch.loss_mask)
-        scale = 1.0 / jnp.maximum(weight, 1.0)
-        sums, gradients = _gradients(loss, state.params, batch, scale, micro_batches)
+        targets = jnp.sum(batch.loss_mask)
+        scales = Scales(1.0 / jnp.maximum(targets, 1.0), 1.0 / jnp.maximum(_num_tokens(batch), 1.0))
+        sums, gradients = _gradients(loss, state.params, batch, scales, train, placement)
         raw_norm = _norm(gradients)
         norm = raw_norm if threshold == 0 else jnp.minimum(raw_norm, threshold)
         # A norm of 0 leaves nothing to scale; NaN and inf go through, to be seen in the loss.
         factor = norm / jnp.where(raw_norm == 0, 1.0, raw_norm)
         gradients = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), gradients, state.params)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, has_targets=weight > 0)
+        moments = state.opt_state
+        if placement.moments is not None:
+            moments = jax.device_put(moments, placement.moments)
+        updates, moments = optimizer.update(gradients, moments, state.params, has_targets=targets > 0)
         params = optax.apply_updates(state.params, updates)
-        loss_value = sums.lm_loss + sums.z_loss
+        if train.routed_bias_update_rate:
+            params = with_updated_biases(params, sums.loads, train.routed_bias_update_rate)
         metrics = {
-            "loss": loss_value,
+            "loss": _total(sums, train),
             "lm_loss": sums.lm_loss,
             "z_loss": sums.z_loss,
-            "total_weights": weight,
+            "total_weights": targets,
             "raw_grad_norm": raw_norm,
             "grad_norm": norm,
             "param_norm": _norm(params),
             "current_learning_rate": schedule(state.step),
+            **_routing_metrics(sums),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, moments), metrics
 
     return train_step
+
+
+def _total(sums: LossSums, train: TrainConfig) -> jax.Array:
+    return sums.lm_loss + sums.z_loss + train.load_balance_loss_weight * sums.balance
+
+
+def _routing_metrics(sums: LossSums) -> dict[str, jax.Array]:
+    """Of a model with experts: their balance loss, and the largest load of one over the mean load of its layer's."""
+    loads = jax.tree.leaves(sums.loads)
+    if not loads:
+        return {}
+    largest = [jnp.max(jnp.max(load, axis=-1) / jnp.maximum(jnp.mean(load, axis=-1), 1e-9)) for load in loads]
+    return {"moe_lb_loss": sums.balance, "moe/expert_load_max_over_mean": jnp.max(jnp.stack(largest))}
 
 
 def _norm(tree: Any) -> jax.Array:
@@ -109,27 +165,31 @@ def _norm(tree: Any) -> jax.Array:
 
 
 def _gradients(
-    loss: LossFunction, params: Any, batch: Batch, scale: jax.Array, micro_batches: int
+    loss: LossFunction, params: Any, batch: Batch, scales: Scales, train: TrainConfig, placement: Placement
 ) -> tuple[LossSums, Any]:
     def total(params: Any, batch: Batch) -> tuple[jax.Array, LossSums]:
-        sums = loss(params, batch, scale)
-        return sums.lm_loss + sums.z_loss, sums
+        sums = loss(params, batch, scales)
+        return _total(sums, train), sums
 
-    gradient = jax.grad(total, has_aux=True)
+    def gradient(params: Any, batch: Batch) -> tuple[LossSums, Any]:
+        gradients, sums = jax.grad(total, has_aux=True)(params, batch)
+        return sums, gradients if placement.gradients is None else jax.lax.with_sharding_constraint(
+            gradients, placement.gradients
+        )
+
+    micro_batches = train.gradient_accumulation_steps
     if micro_batches == 1:
-        gradients, sums = gradient(params, batch)
-        return sums, gradients
+        return gradient(params, batch)
 
     def accumulate(carry: Any, micro_batch: Batch) -> tuple[Any, None]:
-        gradients, sums = gradient(params, micro_batch)
         # Sums of many small terms are kept in float32 even where the weights are not.
-        added = jax.tree.map(lambda total, new: total + new.astype(total.dtype), carry, (sums, gradients))
+        added = jax.tree.map(lambda total, new: total + new.astype(total.dtype), carry, gradient(params, micro_batch))
         return added, None
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    start = (LossSums(*[jnp.float32(0)] * 3), zeros)
-    (sums, gradients), _ = jax.lax.scan(accumulate, start, _split_rows(batch, micro_batches))
-    return sums, gradients
+    parts = _split_rows(batch, micro_batches)
+    shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda part: part[0], parts))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
+    return jax.lax.scan(accumulate, zeros, parts)[0]
 
 
 def _split_rows(batch: Batch, micro_batches: int) -> Batch:
@@ -141,6 +201,6 @@ def build_eval_step(loss: LossFunction) -> Callable[[Any, Batch], LossSums]:
     """Returns `step(params, batch)`: the sums over the batch, to be added up over batches on the host."""
 
     def eval_step(params: Any, batch: Batch) -> LossSums:
-        return loss(params, batch, jnp.float32(1))
+        return loss(params, batch, Scales(jnp.float32(1), jnp.float32(1)))
 
     return eval_step

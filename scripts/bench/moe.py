@@ -38,10 +38,14 @@ def programs(layer: nnx.Module, x: jax.Array) -> dict[str, Callable[[], jax.Arra
     """Compiled calls without arguments: the forward pass and, for many tokens, the gradient."""
     graphdef, params = nnx.split(layer)
 
-    def loss(params: nnx.State, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(nnx.merge(graphdef, params)(x)))
+    def run(params: nnx.State, x: jax.Array) -> jax.Array:
+        merged = nnx.merge(graphdef, params)
+        return merged(x, None)[0] if isinstance(merged, MoE) else merged(x)
 
-    forward = jax.jit(lambda params, x: nnx.merge(graphdef, params)(x)).lower(params, x).compile()
+    def loss(params: nnx.State, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(run(params, x)))
+
+    forward = jax.jit(run).lower(params, x).compile()
     compiled = {"forward": lambda: forward(params, x)}
     if x.shape[1] >= LEAST_TOKENS_TO_TRAIN:
         gradient = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()

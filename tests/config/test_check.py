@@ -105,8 +105,34 @@ BROKEN = {
         (["ici_tensor_parallelism=0"], ["ici_tensor_parallelism=0"]),
     ],
     "check_axis_rules": [
-        (["logical_axis_rules=[[embed, [fspd]]]"], ["logical_axis_rules", "fspd", "data, fsdp, tensor"]),
+        (
+            ["logical_axis_rules=[[embed, [fspd]]]"],
+            ["logical_axis_rules", "fspd", "data, stage, fsdp, context, expert, tensor"],
+        ),
         (["logical_axis_rules=[[embed, [fsdp, fsdp]]]"], ["logical_axis_rules", "embed", "twice"]),
+    ],
+    "check_capacity": [
+        (
+            ["capacity_factor=1.25", "ici_context_parallelism=2"],
+            ["capacity_factor=1.25", "ici_context_parallelism=2", "capacity_factor=null"],
+        ),
+    ],
+    "check_router_keys": [
+        (["routed_bias_update_rate=0.001"], ["routed_bias_update_rate=0.001", "routed_bias=true"]),
+        (["load_balance_loss_weight=0.01"], ["load_balance_loss_weight=0.01", "mlp_pattern"]),
+    ],
+    "check_stages": [
+        (["num_pipeline_microbatches=4"], ["num_pipeline_microbatches=4", "ici_pipeline_parallelism"]),
+    ],
+    "check_compile": [
+        (["compile_topology_num_slices=2"], ["compile_topology_num_slices=2", "compile_topology=v5e-16"]),
+        (["compile_topology=v5e-16", "cpu_devices=8"], ["compile_topology=v5e-16", "cpu_devices=8"]),
+    ],
+    "check_remat": [
+        (
+            ["remat_policy=custom", "query_wa_proj=device"],
+            ["query_wa_proj=device", "decoder_layer_input, query_proj, key_proj", "mlpwo", "query_wa_proj=remat"],
+        ),
     ],
     "check_schedule": [
         (

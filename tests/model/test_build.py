@@ -6,6 +6,7 @@ import pytest
 from maxlite.config.load import load_config
 from maxlite.errors import ConfigError
 from maxlite.model.build import build_model, resolve_dtype
+from maxlite.parallel.mesh import build_mesh
 
 # A model of every kind of part.
 KINDS = (
@@ -96,7 +97,8 @@ def test_initial_values_are_the_same_on_a_mesh(tiny, tiny_config):
 def test_sizes_that_the_mesh_does_not_divide_are_named(tiny_config):
     heads = ("global_num_kv_heads=1", "attention_pattern=local,full", "sliding_window_size=4")
     config = tiny_config(*heads)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 1, 2), ("data", "fsdp", "tensor"))
+    degrees = ("ici_tensor_parallelism=2", "ici_fsdp_parallelism=1")
+    mesh = build_mesh(tiny_config(*heads, *degrees).parallel, jax.devices()[:2])
     with pytest.raises(ConfigError, match="^global_num_kv_heads: .* of size 1 is not divided by mesh axes tensor=2"):
         build_model(config.model, config.compute).shardings(mesh, config.parallel.logical_axis_rules)
 
@@ -146,7 +148,7 @@ def test_a_cache_gives_the_hidden_states_of_the_whole_row(overrides, stacked, ti
     parts = []
     for start, stop in [(0, 6), (6, 7), (7, 8), (8, 9)]:
         part = slice(start, stop)
-        hidden, cache = step(weights, tokens[:, part], positions[:, part], ones[:, part], cache)
+        hidden, cache, _ = step(weights, tokens[:, part], positions[:, part], ones[:, part], cache)
         parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
     assert int(cache.index) == 9

@@ -1,6 +1,8 @@
 """The layer against loops in numpy float64 for each family's settings; and against transformers' own blocks."""
 
+import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from maxlite.nn.moe import DenseAndMoE, MoE
 from maxlite.parallel.sharding import partition_spec, use_mesh
+from maxlite.parallel.topology import build_topology, without_compile_cache
 
 BATCH, LENGTH, DIM, HIDDEN, EXPERTS = 2, 9, 16, 12, 8
 SIZES = (
@@ -111,14 +114,14 @@ def reference(model, weights, inputs):
 def test_against_numpy(case, tiny_config):
     layer, model = build(tiny_config, *CASES[case])
     expected = reference(model, weights_of(layer), INPUT)
-    np.testing.assert_allclose(layer(jnp.asarray(INPUT, jnp.float32)), expected, atol=2e-5)
+    np.testing.assert_allclose(layer(jnp.asarray(INPUT, jnp.float32), None)[0], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16(case, tiny_config):
     layer, model = build(tiny_config, *CASES[case], dtype="bfloat16")
     x = jnp.asarray(INPUT, jnp.bfloat16)
-    y = layer(x)
+    y, _ = layer(x, None)
     assert y.dtype == jnp.bfloat16
     # The router sees the rounded input, so the reference gets it too, and chooses the same experts.
     expected = reference(model, weights_of(layer), np.asarray(x, np.float64))
@@ -141,7 +144,7 @@ def test_dense_and_experts_side_by_side(tiny_config):
         routed = sum(weight * mlp(model, experts, "experts", inside, expert) for expert, weight in chosen)
         expected[place] = normed(model, dense, weights["dense_post_norm/scale"])
         expected[place] += normed(model, routed, weights["moe_post_norm/scale"])
-    np.testing.assert_allclose(layer(jnp.asarray(INPUT, jnp.float32)), expected, atol=2e-5)
+    np.testing.assert_allclose(layer(jnp.asarray(INPUT, jnp.float32), None)[0], expected, atol=2e-5)
 
 
 def test_parameters(tiny_config):
@@ -177,7 +180,7 @@ def test_initial_values(tiny_config):
 
 
 def total(graphdef, params, x):
-    return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x)))
+    return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x, None)[0]))
 
 
 def test_gradients_against_differences(tiny_config):
@@ -202,34 +205,189 @@ def test_gradients_against_differences(tiny_config):
         np.testing.assert_allclose(np.sum(gradient * direction) / 1e-5, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1)])
-def test_on_a_mesh(shape, tiny_config):
-    rules = tiny_config().parallel.logical_axis_rules
-    layer, _ = build(tiny_config, *GPT_OSS, "shared_expert_mlp_dim=20", "routed_bias=true")
-    graphdef, state = nnx.split(layer)
-    x = jnp.asarray(INPUT.repeat(2, axis=0), jnp.float32)
+def test_capacity_that_drops_nothing_changes_nothing(tiny_config):
+    layer, _ = build(tiny_config, *GPT_OSS)
+    roomy, _ = build(tiny_config, *GPT_OSS, "capacity_factor=8")
+    graphdef, roomy_graphdef = nnx.split(layer)[0], nnx.split(roomy)[0]
+    state, x = nnx.split(layer)[1], jnp.asarray(INPUT, jnp.float32)
     expected = jax.jit(jax.value_and_grad(total, (1, 2)), static_argnums=0)(graphdef, state, x)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    with use_mesh(mesh, rules):
-        placed = jax.tree.map(
-            lambda leaf: leaf.replace(
-                jax.device_put(
-                    leaf.get_raw_value(), NamedSharding(mesh, partition_spec(leaf.get_metadata()["axes"], rules))
-                )
-            ),
-            state,
-            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-        )
-        batch = jax.device_put(x, NamedSharding(mesh, partition_spec(("batch", "length", "activation_embed"), rules)))
-        results = jax.jit(jax.value_and_grad(total, (1, 2)), static_argnums=0)(graphdef, placed, batch)
+    results = jax.jit(jax.value_and_grad(total, (1, 2)), static_argnums=0)(roomy_graphdef, state, x)
     for left, right in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(left, right, atol=2e-5)
+
+
+def test_what_is_over_capacity_leaves_a_token_with_its_other_experts(tiny_config):
+    layer, model = build(tiny_config, "capacity_factor=0.5")
+    weights = {name: np.asarray(array, np.float64) for name, array in weights_of(layer).items()}
+    room = math.ceil(0.5 * LENGTH * 2 / EXPERTS)
+    expected, num_dropped = np.zeros_like(INPUT), 0
+    segment_ids = np.ones((BATCH, LENGTH), np.int32)
+    segment_ids[1, :2] = 0
+    for row in range(BATCH):
+        taken = np.zeros(EXPERTS, int)
+        for position in np.flatnonzero(segment_ids[row]):
+            x = INPUT[row, position]
+            for expert, weight in choose(model, weights, x):
+                taken[expert] += 1
+                num_dropped += taken[expert] > room
+                if taken[expert] <= room:
+                    expected[row, position] += mlp(model, weights, "experts", x, expert) * weight
+    assert num_dropped > 3
+    y, stats = layer(jnp.asarray(INPUT, jnp.float32), jnp.asarray(segment_ids))
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+    # What is dropped was chosen all the same.
+    assert float(jnp.sum(stats.load)) == 2 * segment_ids.sum()
+
+
+# Name: degrees, settings.
+MESHES = {
+    "expert": ({"expert": 8}, GPT_OSS),
+    "expert, fsdp": ({"expert": 4, "fsdp": 2}, DEEPSEEK3),
+    "expert, tensor, fsdp": ({"expert": 2, "tensor": 2, "fsdp": 2}, (*GPT_OSS, "shared_expert_mlp_dim=20")),
+    "context, expert, data": ({"context": 2, "expert": 2, "data": 2}, QWEN2),
+    "fsdp, context, tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, (*GEMMA4, "mlp_bias=true")),
+    "scaled inputs": ({"expert": 2, "tensor": 2}, LLAMA4),
+    "all to one expert": ({"expert": 4, "tensor": 2}, ("router_bias=true", "num_experts_per_tok=1")),
+    "capacity": ({"expert": 2, "tensor": 2, "data": 2}, (*DEEPSEEK3, "capacity_factor=0.75")),
+}
+AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
+
+
+def mesh_of(degrees, devices=None):
+    shape = [degrees.get(axis, 1) for axis in AXES]
+    devices = np.array((devices or jax.devices())[: math.prod(shape)]).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 6)
+
+
+def placed_on(mesh, rules, state, *leading):
+    """Each weight where its logical axes say, with `leading` ones in front."""
+
+    def place(leaf):
+        spec = partition_spec((*leading, *leaf.get_metadata()["axes"]), rules)
+        return leaf.replace(jax.device_put(leaf.get_raw_value(), NamedSharding(mesh, spec)))
+
+    return jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def packed(generator, num_rows=8, length=12):
+    """x [B, T, D], and segment ids [B, T] with padding, one row being padding alone."""
+    segment_ids = np.ones((num_rows, length), np.int32)
+    segment_ids[1, 7:] = segment_ids[3] = segment_ids[6, 10:] = 0
+    segment_ids[2, 5:] = 2
+    return jnp.asarray(generator.normal(size=(num_rows, length, DIM)), jnp.float32), jnp.asarray(segment_ids)
+
+
+def assert_equal(results, expected):
+    for left, right in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        scale = max(1.0, float(jnp.max(jnp.abs(right))))
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_on_a_mesh(name, tiny_config):
+    degrees, overrides = MESHES[name]
+    rules = tiny_config().parallel.logical_axis_rules
+    layer, _ = build(tiny_config, *overrides)
+    graphdef, state = nnx.split(layer)
+    if name == "all to one expert":
+        state["router"]["bias"] = state["router"]["bias"].replace(jnp.zeros(EXPERTS).at[5].set(99.0))
+    x, segment_ids = packed(np.random.default_rng(3))
+
+    def run(state, x):
+        y, stats = nnx.merge(graphdef, state)(x, segment_ids)
+        return jnp.sum(jnp.sin(y)) + 0.3 * stats.balance, (y, stats)
+
+    expected = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(state, x)
+    assert float(jnp.sum(expected[0][1][1].load)) == jnp.sum(segment_ids != 0) * layer.rule.num_experts_per_tok
+    mesh = mesh_of(degrees)
+    with use_mesh(mesh, rules):
+        placed = placed_on(mesh, rules, state)
+        batch = jax.device_put(x, NamedSharding(mesh, partition_spec(("batch", "length", "activation_embed"), rules)))
+        results = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(placed, batch)
+    assert_equal(results, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
+def test_rows_and_lengths_that_a_mesh_does_not_divide(shape, tiny_config):
+    rules = tiny_config().parallel.logical_axis_rules
+    layer, _ = build(tiny_config, *GPT_OSS)
+    graphdef, state = nnx.split(layer)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(*shape, DIM)), jnp.float32)
+    expected = layer(x, None)
+    mesh = mesh_of({"expert": 2, "context": 2, "tensor": 2})
+    with use_mesh(mesh, rules):
+        placed = placed_on(mesh, rules, state)
+        results = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x, None))(placed, x)
+    assert_equal(results, expected)
+
+
+@pytest.mark.parametrize("way", ["scan", "stages"])
+def test_within_checkpoints_scans_and_stages(way, tiny_config):
+    rules = tiny_config().parallel.logical_axis_rules
+    graphdef, first = nnx.split(build(tiny_config, *GPT_OSS)[0])
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), first)
+    x, segment_ids = packed(np.random.default_rng(3))
+
+    def block(x, state):
+        y, stats = nnx.merge(graphdef, state)(x, segment_ids)
+        return x + jnp.tanh(y), stats
+
+    def run(axis_name, stacked, x):
+        if way == "scan":
+            y, stats = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), x, stacked)
+        else:
+            y, stats = jax.vmap(jax.checkpoint(block), spmd_axis_name=axis_name)(jnp.stack([x, x[::-1]]), stacked)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(stats.balance), (y, stats)
+
+    expected = jax.jit(jax.value_and_grad(functools.partial(run, None), (0, 1), has_aux=True))(stacked, x)
+    mesh = mesh_of({"expert": 2, "tensor": 2} | ({"fsdp": 2} if way == "scan" else {"stage": 2}))
+    with use_mesh(mesh, rules):
+        placed = placed_on(mesh, rules, stacked, "layers")
+        results = jax.jit(jax.value_and_grad(functools.partial(run, "stage"), (0, 1), has_aux=True))(placed, x)
+    assert_equal(results, expected)
+
+
+@pytest.mark.tpu
+def test_compiled_for_tpus(tiny_config):
+    """Experts, their width and their input's width cut: a ragged exchange, and no layer's kernel outside its turn."""
+    config = tiny_config(
+        "mlp_pattern=moe", "emb_dim=256", "num_experts=8", "moe_mlp_dim=512", "num_experts_per_tok=2", "dtype=bfloat16"
+    )
+    rules, layers = config.parallel.logical_axis_rules, 3
+    graphdef, state = nnx.split(MoE(config.model, config.compute, rngs=None))
+    mesh = mesh_of({"fsdp": 2, "expert": 2, "tensor": 2}, build_topology("v5e-8", 1).devices)
+
+    def run(state, x):
+        def block(x, state):
+            y, stats = nnx.merge(graphdef, state)(x, None)
+            return x + y, stats
+
+        y, stats = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), x, state)
+        return jnp.sum(y.astype(jnp.float32)) + jnp.sum(stats.balance)
+
+    def stacked(leaf):
+        spec = partition_spec(("layers", *leaf.get_metadata()["axes"]), rules)
+        shape = leaf.get_raw_value()
+        return leaf.replace(
+            jax.ShapeDtypeStruct((layers, *shape.shape), shape.dtype, sharding=NamedSharding(mesh, spec))
+        )
+
+    with use_mesh(mesh, rules), without_compile_cache():
+        state = jax.tree.map(stacked, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        sharding = NamedSharding(mesh, partition_spec(("batch", "norm_length", None), rules))
+        x = jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16, sharding=sharding)
+        program = jax.jit(jax.grad(run)).lower(state, x).compile().as_text()
+    # There and home, in the forward pass, again, and in the backward pass.
+    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", program)) == 6
+    # E/2, D/2, F/2 of a kernel lie here; D is gathered. Rounded kernels of all layers would stand in front.
+    assert "bf16[4,256,256]" in program
+    assert not re.search(r"bf16\[3,4,(128|256),(128|256)\]", program)
 
 
 @pytest.mark.parametrize("name", ["moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"])
 def test_remat_policies_find_the_names(name, tiny_config):
     layer, _ = build(tiny_config)
-    program = str(jax.make_jaxpr(lambda x: layer(x))(jnp.asarray(INPUT, jnp.float32)))
+    program = str(jax.make_jaxpr(lambda x: layer(x, None))(jnp.asarray(INPUT, jnp.float32)))
     assert program.count(f"name={name}\n") + program.count(f"name={name}]") == 1
 
 
@@ -324,5 +482,5 @@ def test_against_transformers(kind, tiny_config):
     with torch.no_grad():
         expected = module(torch.tensor(INPUT, dtype=torch.float32))
     expected = expected[0] if isinstance(expected, tuple) else expected
-    ours = layer(jnp.asarray(INPUT, jnp.float32))
+    ours = layer(jnp.asarray(INPUT, jnp.float32), None)[0]
     np.testing.assert_allclose(ours, expected.numpy().reshape(INPUT.shape), rtol=1e-5, atol=2e-5)

@@ -1,14 +1,21 @@
-"""Attention: both paths against a float64 reference, their gradients against a naive softmax, masks, empty rows."""
+"""Attention: every way against a float64 reference, gradients against a naive softmax, masks, empty rows, meshes."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from maxlite.ops import attention
-from maxlite.ops.attention import dot_product_attention
+from maxlite.config.schema import LogicalAxisRules
+from maxlite.ops import attention, flash_attention
+from maxlite.ops.attention import dot_product_attention, self_attention
+from maxlite.ops.attention_types import ContextParallel
+from maxlite.ops.context_parallel import balanced_order
+from maxlite.ops.splash_attention import splash_attention
+from maxlite.parallel.sharding import use_mesh
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 SCALE = HEAD_DIM**-0.5
@@ -27,7 +34,21 @@ CASES = {
     "wide values": {"value_dim": 11, "segments": True},
     "everything": EVERYTHING,
 }
-PATHS = pytest.mark.parametrize("aligned", [False, True], ids=["plain", "blockwise"])
+# Against given keys; and a row's own, by the kernels that run on CPUs.
+WAYS = pytest.mark.parametrize("way", ["given_keys", "dot_product", "blockwise"])
+
+
+def attention_of(way: str) -> Callable[..., jax.Array]:
+    """dot_product_attention, or self_attention by a kernel with the same arguments."""
+    if way == "given_keys":
+        return dot_product_attention
+
+    def attend(query, key, value, *, query_positions, query_segment_ids=None, sinks=None, **options):
+        options = {name: option for name, option in options.items() if not name.startswith("key_")}
+        tokens = {"positions": query_positions, "segment_ids": query_segment_ids}
+        return self_attention(query, key, value, sinks=sinks, kernel=way, **tokens, **options)
+
+    return attend
 
 
 def arrays(length: int, dtype: jnp.dtype = jnp.float32, value_dim: int = HEAD_DIM) -> list[jax.Array]:
@@ -117,28 +138,28 @@ def sinks_of(case: dict) -> jax.Array | None:
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch):
-    """Blocks of 8 queries, so that short rows have several."""
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+def small_tiles(monkeypatch: pytest.MonkeyPatch):
+    """Tiles of 8 tokens, so that short rows have several."""
+    monkeypatch.setattr(flash_attention, "TILE", 8)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("length", [1, 29])
-@PATHS
-def test_matches_the_definition(case: dict, length: int, aligned: bool):
+@WAYS
+def test_matches_the_definition(case: dict, length: int, way: str):
     options, named, (query, key, value, _) = split(case, length)
     sinks = sinks_of(case)
-    attend = jax.jit(functools.partial(dot_product_attention, scale=SCALE, aligned=aligned, **options))
+    attend = jax.jit(functools.partial(attention_of(way), scale=SCALE, **options))
     got = attend(query, key, value, sinks=sinks, **named)
     np.testing.assert_allclose(got, reference(query, key, value, named, sinks=sinks, **options), atol=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@PATHS
-def test_gradients_match_a_naive_softmax(case: dict, aligned: bool):
+@WAYS
+def test_gradients_match_a_naive_softmax(case: dict, way: str):
     options, named, (*inputs, output_gradient) = split(case, 29)
     inputs.append(sinks_of(case))
-    attend = functools.partial(dot_product_attention, scale=SCALE, aligned=aligned, **named, **options)
+    attend = functools.partial(attention_of(way), scale=SCALE, **named, **options)
 
     def got_loss(query, key, value, sinks):
         return jnp.sum(attend(query, key, value, sinks=sinks) * output_gradient)
@@ -157,7 +178,7 @@ def test_gradients_match_a_naive_softmax(case: dict, aligned: bool):
 def test_gradients_match_finite_differences(name: str):
     options, named, (*inputs, output_gradient) = split(CASES[name], 13)
     inputs += [] if sinks_of(CASES[name]) is None else [sinks_of(CASES[name])]
-    attend = functools.partial(dot_product_attention, scale=SCALE, aligned=True, **named, **options)
+    attend = functools.partial(attention_of("blockwise"), scale=SCALE, **named, **options)
 
     def loss(query, key, value, sinks=None):
         return jnp.sum(attend(query, key, value, sinks=sinks) * output_gradient)
@@ -176,14 +197,14 @@ def test_gradients_match_finite_differences(name: str):
 
 
 @pytest.mark.parametrize("sinks", [None, sink_logits()], ids=["no sinks", "sinks"])
-@PATHS
-def test_rows_that_see_nothing_are_zero_and_finite(aligned: bool, sinks: jax.Array | None):
+@WAYS
+def test_rows_that_see_nothing_are_zero_and_finite(way: str, sinks: jax.Array | None):
     query, key, value, output_gradient = arrays(12)
     named = tokens(12, segments=True)
     padding = np.asarray(named["query_segment_ids"]) == 0
 
     def inner(query, key, value, sinks, output_gradient):
-        out = dot_product_attention(query, key, value, scale=SCALE, aligned=aligned, sinks=sinks, **named)
+        out = attention_of(way)(query, key, value, scale=SCALE, sinks=sinks, **named)
         return jnp.sum(out * output_gradient), out
 
     differentiate = jax.jit(jax.value_and_grad(inner, (0, 1, 2, 3), has_aux=True))
@@ -197,10 +218,10 @@ def test_rows_that_see_nothing_are_zero_and_finite(aligned: bool, sinks: jax.Arr
         np.testing.assert_array_equal(sink_gradient, differentiate(query, key, value, sinks, unpadded)[1][3])
 
 
-@PATHS
-def test_a_sink_of_minus_infinity_changes_nothing(aligned: bool):
+@WAYS
+def test_a_sink_of_minus_infinity_changes_nothing(way: str):
     query, key, value, _ = arrays(12)
-    attend = jax.jit(functools.partial(dot_product_attention, scale=SCALE, aligned=aligned))
+    attend = jax.jit(functools.partial(attention_of(way), scale=SCALE))
     named = tokens(12, segments=True)
     got = attend(query, key, value, sinks=jnp.full(HEADS, -jnp.inf), **named)
     np.testing.assert_array_equal(got, attend(query, key, value, **named))
@@ -223,13 +244,13 @@ def test_decoding_ignores_empty_cache_slots(options: dict, value_dim: int):
     np.testing.assert_allclose(got, reference(query, key, value, tokens(9), **options)[:, 7:9], atol=2e-6)
 
 
-@PATHS
-def test_bfloat16_accumulates_in_float32(aligned: bool):
+@WAYS
+def test_bfloat16_accumulates_in_float32(way: str):
     query, key, value, output_gradient = arrays(29, jnp.bfloat16)
     named, sinks = tokens(29), sink_logits(jnp.bfloat16)
 
     def inner(query, key, value, sinks):
-        out = dot_product_attention(query, key, value, scale=SCALE, aligned=aligned, sinks=sinks, **named)
+        out = attention_of(way)(query, key, value, scale=SCALE, sinks=sinks, **named)
         return jnp.sum((out * output_gradient).astype(jnp.float32)), out
 
     differentiate = jax.jit(jax.value_and_grad(inner, (0, 1, 2, 3), has_aux=True))
@@ -240,29 +261,18 @@ def test_bfloat16_accumulates_in_float32(aligned: bool):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.02)
 
 
-@pytest.mark.parametrize("options", [{"window": 16}, {"chunk": 16}, {"chunk": 16, "window": 90}])
-def test_blocks_of_keys_out_of_reach_are_skipped(options: dict):
-    query, key, value, _ = arrays(128)
-
-    def flops(**options) -> float:
-        attend = functools.partial(dot_product_attention, scale=SCALE, aligned=True, **tokens(128), **options)
-        return jax.jit(attend).lower(query, key, value).cost_analysis()["flops"]
-
-    # A block of 8 queries needs 23 keys at most, of 64 in the mean.
-    assert flops(**options) < 0.5 * flops()
-
-
 def test_a_policy_that_saves_context_computes_the_scores_once_more_only():
-    inputs = arrays(8)[:3]
+    inputs = arrays(29)[:3]
     policy = jax.checkpoint_policies.save_only_these_names("context")
 
     def inner(query, key, value):
-        return jnp.sum(jnp.sin(dot_product_attention(query, key, value, scale=SCALE, aligned=True, **tokens(8))))
+        attended = attention_of("blockwise")(query, key, value, scale=SCALE, **tokens(29))
+        return jnp.sum(jnp.sin(attended))
 
     def matmuls(function) -> int:
         return jax.jit(jax.value_and_grad(function, (0, 1, 2))).lower(*inputs).as_text().count("dot_general")
 
-    # One block: two matmuls forward and five backward; without the policy the forward's two come again.
+    # Two matmuls forward and five backward, each in a loop; without the policy the forward's two come again.
     assert matmuls(inner) == 7
     assert matmuls(jax.checkpoint(inner, policy=policy)) == 7
     assert matmuls(jax.checkpoint(inner)) == 9
@@ -279,3 +289,72 @@ def test_uneven_heads_half_given_segments_and_odd_sinks_are_refused():
     for sinks in (jnp.zeros(KV_HEADS), jnp.zeros((HEADS, 1))):
         with pytest.raises(ValueError, match="one logit per query head"):
             dot_product_attention(query, key, value, scale=SCALE, sinks=sinks, **tokens(4))
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "blockwise", "splash"])
+def test_documents_do_not_depend_on_their_neighbours(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    interpreted = attention._without_groups(functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(attention, "KERNELS", {**attention.KERNELS, "splash": interpreted})
+    lengths, row = (5, 9, 7), 32
+    query, key, value, _ = (np.array(array) for array in arrays(row))
+    positions, segment_ids = np.zeros((BATCH, row), np.int32), np.zeros((BATCH, row), np.int32)
+    starts = np.cumsum((0, *lengths))
+    for number, (start, length) in enumerate(zip(starts[:-1], lengths, strict=True)):
+        positions[:, start : start + length] = np.arange(length)
+        segment_ids[:, start : start + length] = number + 1
+    attend = jax.jit(functools.partial(self_attention, scale=SCALE, kernel=kernel))
+    packed = np.asarray(attend(query, key, value, positions=positions, segment_ids=segment_ids))
+    assert (packed[:, starts[-1] :] == 0).all()
+    for start, length in zip(starts[:-1], lengths, strict=True):
+        document = slice(start, start + length)
+        given = {"positions": positions[:, document], "segment_ids": np.ones((BATCH, length), np.int32)}
+        alone = attend(query[:, document], key[:, document], value[:, document], **given)
+        np.testing.assert_allclose(packed[:, document], alone, atol=1e-5)
+    key[:, 2], value[:, 2] = 5.0, -5.0
+    changed = np.asarray(attend(query, key, value, positions=positions, segment_ids=segment_ids))
+    assert np.abs(changed - packed)[:, 2:5].max() > 0.1
+    np.testing.assert_array_equal(changed[:, 5:], packed[:, 5:])
+
+
+def on_mesh(shape: dict[str, int], rules: LogicalAxisRules, way: ContextParallel | None, kernel: str) -> None:
+    """Compares everything's output and gradients on a mesh of fake devices with those of one device."""
+    options, named, (*inputs, output_gradient) = split(EVERYTHING, 32)
+    named = {"positions": named["query_positions"], "segment_ids": named["query_segment_ids"]}
+    mesh = Mesh(np.array(jax.devices()[: np.prod([*shape.values()])]).reshape(*shape.values()), tuple(shape))
+    balances = way is not None and way.load_balance
+    order = balanced_order(32, shape["context"]) if balances else np.arange(32)
+
+    def attend(query, key, value, sinks, order):
+        rows = {name: array[:, order] for name, array in named.items()}
+        arrays = (array[:, order] for array in (query, key, value))
+        out = self_attention(*arrays, sinks=sinks, scale=SCALE, kernel=kernel, context_parallel=way, **rows, **options)
+        return jnp.sum(out * output_gradient[:, order]), out
+
+    differentiate = jax.jit(jax.value_and_grad(attend, (0, 1, 2, 3), has_aux=True))
+    (_, expected), expected_gradients = differentiate(*inputs, sink_logits(), np.arange(32))
+    with use_mesh(mesh, rules):
+        differentiate = jax.jit(jax.value_and_grad(attend, (0, 1, 2, 3), has_aux=True))
+        (_, out), gradients = differentiate(*inputs, sink_logits(), order)
+    np.testing.assert_allclose(out, expected[:, order], atol=2e-6)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "blockwise"])
+@pytest.mark.parametrize("way", [None, ContextParallel("all_gather", True)], ids=["whole rows", "cut rows"])
+def test_a_mesh_changes_nothing(kernel: str, way: ContextParallel | None):
+    shape = {"data": 2, "tensor": 2, "context": 1 if way is None else 2}
+    rules = (("batch", ("data",)), ("length", ("context",)), ("activation_heads", ("tensor",)))
+    on_mesh(shape, (*rules, ("activation_kv_heads", ("tensor",))), way, kernel)
+
+
+def test_key_heads_that_are_not_cut_follow_their_query_heads():
+    on_mesh({"tensor": 4}, (("activation_heads", ("tensor",)), ("activation_kv_heads", ())), None, "blockwise")
+
+
+def test_rows_that_a_mesh_cannot_cut_are_refused():
+    query, key, value, _ = arrays(9)
+    named = {"positions": tokens(9)["query_positions"], "segment_ids": None}
+    with use_mesh(Mesh(np.array(jax.devices()[:2]), ("context",)), (("length", ("context",)),)):
+        with pytest.raises(ValueError, match="9 tokens"):
+            self_attention(query, key, value, scale=SCALE, kernel="blockwise", **named)

@@ -1,13 +1,26 @@
 """Grouped products against loops in numpy and every row times every expert; the two ways against each other."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from maxlite.ops import experts as ops
-from maxlite.ops.experts import block_sizes, from_experts, group_by_expert, grouped_bias, grouped_product, to_experts
+from maxlite.ops.experts import (
+    Gathering,
+    block_sizes,
+    from_experts,
+    group_by_expert,
+    grouped_bias,
+    grouped_product,
+    row_groups,
+    to_experts,
+)
 
 DIM, HIDDEN = 6, 5
 # tokens, experts, choices, and which experts: each way through the CPU's loops at least once.
@@ -47,9 +60,10 @@ def inputs(name, dtype=jnp.float32):
 
 def run(experts, slots, kernel, bias):
     """Slots [M, D] -> [M, F]: there, through the experts, and back."""
-    grouping = group_by_expert(experts, kernel.shape[0])
-    rows = to_experts(slots, grouping)
-    return from_experts(grouped_product(rows, kernel, grouping) + grouped_bias(bias, grouping), grouping)
+    places, groups = group_by_expert(experts, kernel.shape[0])
+    rows = to_experts(slots, places)
+    y = grouped_product(rows, kernel, groups) + grouped_bias(bias, groups, rows.shape[0])
+    return from_experts(y, places)
 
 
 def run_densely(experts, slots, kernel, bias):
@@ -80,13 +94,14 @@ def test_against_numpy_and_gradients_against_every_expert(name):
 @pytest.mark.parametrize("name", ["decoding", "some without a token"])
 def test_the_ways_of_a_cpu_and_of_an_accelerator_agree(name):
     experts, slots, kernel, _, cotangent = inputs(name)
-    grouping = group_by_expert(experts, kernel.shape[0])
-    rows, gradient, num_slots = to_experts(slots, grouping), to_experts(cotangent, grouping), experts.size
-    loop = jax.jit(ops._loop_product, static_argnums=0)(grouping.blocks, rows, kernel, grouping.sizes)
-    ragged = jax.jit(ops._ragged_product)(rows, kernel, grouping.sizes)
+    places, groups = group_by_expert(experts, kernel.shape[0])
+    rows, gradient, num_slots = to_experts(slots, places), to_experts(cotangent, places), experts.size
+    loop = jax.jit(ops._loop_product)(rows, kernel, groups)
+    ragged = jax.jit(ops._ragged_product)(rows, kernel, groups)
     np.testing.assert_allclose(loop[:num_slots], ragged[:num_slots], atol=1e-5)
-    arguments = (rows, kernel, grouping.sizes, gradient)
-    rows_gradient, kernel_gradient = jax.jit(ops._loop_gradients, static_argnums=0)(grouping.blocks, *arguments)
+    np.testing.assert_array_equal(ragged[num_slots:], 0)
+    arguments = (rows, kernel, groups, gradient)
+    rows_gradient, kernel_gradient = jax.jit(ops._loop_gradients)(*arguments)
     ragged_rows_gradient, ragged_kernel_gradient = jax.jit(ops._ragged_gradients)(*arguments)
     np.testing.assert_allclose(rows_gradient[:num_slots], ragged_rows_gradient[:num_slots], atol=1e-5)
     np.testing.assert_allclose(kernel_gradient, ragged_kernel_gradient, atol=1e-5)
@@ -96,6 +111,8 @@ def test_the_ways_of_a_cpu_and_of_an_accelerator_agree(name):
 def test_few_rows_read_a_matrix_in_slices_that_divide_it(fitting, height, monkeypatch):
     experts, slots, kernel, bias, _ = inputs("decoding")
     monkeypatch.setattr(ops, "SLICE_BYTES", fitting * HIDDEN * 4)
+    # jax keeps what it traced of a function that it has seen.
+    jax.clear_caches()
     program = jax.jit(lambda *args: run(*args)).lower(experts, slots, kernel, bias)
     assert f"sizes = [1, {height}, {HIDDEN}]" in program.as_text()
     expected = run_densely(experts, slots, kernel, bias)
@@ -122,15 +139,15 @@ def test_nothing_is_wasted_on_few_rows_and_little_on_many():
 
 def test_padding_is_zeros_on_the_way_there_and_nothing_on_the_way_back():
     experts, slots, kernel, _, cotangent = inputs("a few rows each")
-    grouping = group_by_expert(experts, kernel.shape[0])
-    rows = to_experts(slots, grouping)
-    assert rows.shape[0] == experts.size + grouping.blocks[-1]
+    places, groups = group_by_expert(experts, kernel.shape[0])
+    rows = to_experts(slots, places)
+    assert rows.shape[0] == experts.size + groups.blocks[-1]
     np.testing.assert_array_equal(rows[experts.size :], 0)
-    np.testing.assert_array_equal(from_experts(rows, grouping), slots)
-    assert grouping.sizes.tolist() == np.bincount(np.asarray(experts).reshape(-1), minlength=4).tolist()
-    sorted_experts = np.asarray(experts).reshape(-1)[np.asarray(grouping.order[: experts.size])]
+    np.testing.assert_array_equal(from_experts(rows, places), slots)
+    assert groups.sizes.tolist() == np.bincount(np.asarray(experts).reshape(-1), minlength=4).tolist()
+    sorted_experts = np.asarray(experts).reshape(-1)[np.asarray(places.order[: experts.size])]
     assert (np.diff(sorted_experts) >= 0).all()
-    back = jax.grad(lambda rows: jnp.sum(from_experts(rows, grouping) * cotangent[:, :1]))(rows)
+    back = jax.grad(lambda rows: jnp.sum(from_experts(rows, places) * cotangent[:, :1]))(rows)
     np.testing.assert_array_equal(back[experts.size :], 0)
 
 
@@ -155,11 +172,40 @@ def test_bfloat16(name):
 def test_bfloat16_weight_gradients_add_up_in_float32():
     # 640 ones, far more than an even share: adding ones one after another, bfloat16 stays at 256.
     experts = jnp.zeros((640, 1), jnp.int32)
-    grouping = group_by_expert(experts, 8)
-    rows = to_experts(jnp.ones((640, 2), jnp.bfloat16), grouping)
+    places, groups = group_by_expert(experts, 8)
+    rows = to_experts(jnp.ones((640, 2), jnp.bfloat16), places)
     kernel = jnp.ones((8, 2, 3), jnp.bfloat16)
     gradient = jax.grad(
-        lambda kernel: jnp.sum(from_experts(grouped_product(rows, kernel, grouping), grouping).astype(jnp.float32))
+        lambda kernel: jnp.sum(from_experts(grouped_product(rows, kernel, groups), places).astype(jnp.float32))
     )(kernel)
     np.testing.assert_array_equal(gradient[0].astype(jnp.float32), 640)
     np.testing.assert_array_equal(gradient[1:].astype(jnp.float32), 0)
+
+
+@pytest.mark.parametrize(("is_grouped", "shape"), [(False, (2, 5, 8)), (True, (9, 8))])
+def test_a_kernel_in_parts_gives_the_product_and_gradients_of_the_whole(is_grouped, shape):
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(4, *shape)).astype(np.float32)
+    kernel = generator.normal(size=(2, 8, 3)).astype(np.float32)
+    groups = row_groups(jnp.asarray([5, 2], jnp.int32), 7) if is_grouped else None
+    if groups is not None:
+        rows[:, 7:] = 0
+
+    def total(way, rows, kernel):
+        y = way(rows, kernel)
+        return jnp.sum(jnp.sin(y if groups is None else y[:, :7]))
+
+    def in_parts(rows, kernel):
+        return grouped_product(rows[0], kernel, groups, Gathering(("fsdp",), 1))[None]
+
+    def undivided(rows, kernel):
+        return jnp.stack([grouped_product(part, kernel, groups) for part in rows])
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",), axis_types=(AxisType.Auto,))
+    gathering = jax.shard_map(
+        in_parts, mesh=mesh, in_specs=(P("fsdp"), P(None, "fsdp")), out_specs=P("fsdp"), check_vma=False
+    )
+    ours = jax.jit(jax.value_and_grad(functools.partial(total, gathering), (0, 1)))(rows, kernel)
+    theirs = jax.jit(jax.value_and_grad(functools.partial(total, undivided), (0, 1)))(rows, kernel)
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)

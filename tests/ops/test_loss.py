@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from maxlite.config.schema import MESH_AXES
 from maxlite.ops.loss import chunked_cross_entropy
+from maxlite.parallel.sharding import use_mesh
 
 BATCH, LENGTH, DIM, VOCAB = 2, 10, 8, 50
 
@@ -118,3 +121,81 @@ def test_float32_unembedding_keeps_a_float32_gradient_under_bfloat16_states():
 def test_no_tiles_is_refused():
     with pytest.raises(ValueError, match="num_tiles"):
         chunked_cross_entropy(*problem(), num_tiles=0)
+
+
+def mesh_of(sizes: dict[str, int]) -> Mesh:
+    shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    return Mesh(np.array(jax.devices()).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def on_mesh(sizes: dict[str, int], function, *arguments):
+    """Runs a jitted function on a mesh of 8 devices with these axes, by rules as base.yml has them."""
+    with use_mesh(mesh_of(sizes), RULES):
+        return jax.jit(function)(*arguments)
+
+
+RULES = (
+    ("batch", ("data", "fsdp", "expert")),
+    ("norm_length", ("context", "tensor")),
+    ("embed", ("fsdp", "context", "expert")),
+    ("vocab", ("tensor",)),
+)
+
+
+def large_problem(length: int = 12, vocab: int = 96) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    generator = np.random.default_rng(1)
+    x = jnp.asarray(generator.normal(size=(8, length, 16)), jnp.float32)
+    unembedding = jnp.asarray(generator.normal(size=(16, vocab)), jnp.float32)
+    targets = jnp.asarray(generator.integers(0, vocab, (8, length)), jnp.int32)
+    weights = generator.random((8, length))
+    weights[3, 4:] = 0.0
+    return x, unembedding, targets, jnp.asarray(weights, jnp.float32)
+
+
+def losses_and_gradients(num_tiles: int, targets: jax.Array, weights: jax.Array):
+    """A function of (x, unembedding): (loss, z_loss) and the gradients."""
+
+    def total(x, unembedding):
+        options = {"num_tiles": num_tiles, "z_loss_multiplier": 0.1, "soft_cap": 5.0}
+        parts = chunked_cross_entropy(x, unembedding, targets, weights, **options)
+        return 0.5 * sum(parts), parts
+
+    return jax.value_and_grad(total, (0, 1), has_aux=True)
+
+
+# Vocabularies of 960 words are exchanged among all, 96 and 64 in groups of 2; a length of 10 is not divided by 4.
+@pytest.mark.parametrize(
+    ("sizes", "length", "vocab"),
+    [
+        ({"fsdp": 8}, 12, 96),
+        ({"data": 2, "fsdp": 4}, 4, 960),
+        ({"fsdp": 4, "tensor": 2}, 4, 960),
+        ({"tensor": 8}, 10, 64),
+        ({"data": 2, "context": 2, "tensor": 2}, 10, 64),
+        ({"fsdp": 2, "context": 2, "expert": 2}, 12, 96),
+        ({"context": 4, "expert": 2}, 4, 960),
+    ],
+    ids=str,
+)
+def test_any_mesh_gives_what_one_device_gives(sizes: dict[str, int], length: int, vocab: int):
+    x, unembedding, targets, weights = large_problem(length, vocab)
+    function = losses_and_gradients(3, targets, weights)
+    expected, found = jax.jit(function)(x, unembedding), on_mesh(sizes, function, x, unembedding)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
+    evaluated = on_mesh(
+        sizes, lambda *a: chunked_cross_entropy(*a, num_tiles=2, z_loss_multiplier=0.1, soft_cap=5.0), x, unembedding,
+        targets, weights,
+    )  # fmt: skip
+    np.testing.assert_allclose(evaluated, expected[0][1], rtol=1e-5)
+
+
+def test_no_device_has_all_of_the_matrix_or_its_gradient():
+    # Two tokens a device and 1,024 words: as cheap to move tokens as it gets.
+    x, unembedding, targets, weights = large_problem(2, 1024)
+    function = losses_and_gradients(1, targets, weights)
+    mesh = mesh_of({"fsdp": 8})
+    arranged = NamedSharding(mesh, PartitionSpec("fsdp"))
+    with use_mesh(mesh, RULES):
+        program = jax.jit(function, in_shardings=arranged, out_shardings=(None, arranged)).lower(x, unembedding)
+    text = program.compile().as_text()
+    assert "[16,128]" in text and "[16,1024]" not in text and "all-to-all" in text

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.ops.router import RoutingRule, route
+from maxlite.ops.router import RoutingRule, route, router_stats, updated_bias
 
 TOKENS, EXPERTS = 40, 16
 
@@ -97,7 +97,7 @@ def test_against_numpy(family):
     biases = (bias, bias - 5.0) if family == "deepseek3" else (None,)
     for bias in biases:
         given = None if bias is None else jnp.asarray(bias, jnp.float32)
-        weights, experts = jax.jit(route, static_argnums=0)(rule, jnp.asarray(logits, jnp.float32), given)
+        weights, experts, _ = jax.jit(route, static_argnums=0)(rule, jnp.asarray(logits, jnp.float32), given)
         assert (weights.dtype, experts.dtype) == (jnp.float32, jnp.int32)
         for token in range(TOKENS):
             expected_experts, expected_weights = reference(logits[token], bias)
@@ -108,7 +108,7 @@ def test_against_numpy(family):
 def test_the_bias_chooses_and_does_not_weigh():
     rule = RoutingRule(2, "sigmoid")
     logits = jnp.asarray([[3.0, 2.0, 1.0, 0.0]])
-    weights, experts = route(rule, logits, jnp.asarray([0.0, 0.0, 0.0, 9.0]))
+    weights, experts, _ = route(rule, logits, jnp.asarray([0.0, 0.0, 0.0, 9.0]))
     assert experts.tolist() == [[3, 0]]
     np.testing.assert_allclose(weights, [[0.5, sigmoid(3.0)]], rtol=1e-6)
 
@@ -139,14 +139,67 @@ def test_gradient_against_differences(family):
 
 
 def test_scores_that_are_all_zero_give_zeros():
-    weights, _ = route(RoutingRule(2, "sigmoid", norm_topk_prob=True), jnp.full((1, 4), -200.0))
+    weights, *_ = route(RoutingRule(2, "sigmoid", norm_topk_prob=True), jnp.full((1, 4), -200.0))
     np.testing.assert_array_equal(weights, 0)
 
 
 def test_every_expert_may_be_chosen():
-    weights, experts = route(RoutingRule(EXPERTS, "softmax"), jnp.asarray(random_logits()[0], jnp.float32))
+    weights, experts, _ = route(RoutingRule(EXPERTS, "softmax"), jnp.asarray(random_logits()[0], jnp.float32))
     assert (np.sort(experts, axis=1) == np.arange(EXPERTS)).all()
     np.testing.assert_allclose(jnp.sum(weights, axis=1), 1.0, rtol=1e-5)
+
+
+def stats_by_loops(logits, rule, real):
+    """The Switch Transformer's equations 4 to 6, row by row, over real tokens."""
+    load, balance = np.zeros(EXPERTS), 0.0
+    for row, row_is_real in zip(logits, real, strict=True):
+        tokens = row[row_is_real]
+        if not len(tokens):
+            continue
+        scores = np.stack([softmax(token) if rule.score_func == "softmax" else sigmoid(token) for token in tokens])
+        chosen = [best(token, rule.num_experts_per_tok) for token in scores]
+        counts = np.bincount(np.concatenate(chosen), minlength=EXPERTS)
+        means = np.mean(scores / scores.sum(axis=1, keepdims=True), axis=0)
+        load += counts
+        balance += len(tokens) * EXPERTS * np.sum(counts / len(tokens) * means)
+    return load, balance
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_stats_count_real_tokens_row_by_row(score_func):
+    rule = RoutingRule(3, score_func)
+    logits = random_logits()[0].reshape(4, TOKENS // 4, EXPERTS)
+    real = np.ones(logits.shape[:2], bool)
+    real[1, 6:] = real[2] = real[3, :2] = False
+    stats = router_stats(route(rule, jnp.asarray(logits, jnp.float32)), jnp.asarray(real))
+    load, balance = stats_by_loops(logits, rule, real)
+    np.testing.assert_array_equal(stats.load, load)
+    np.testing.assert_allclose(stats.balance, balance, rtol=1e-6)
+
+
+def test_balance_is_the_number_of_choices_when_even_and_grows_when_uneven():
+    even = jnp.log(jnp.eye(4) * 9 + 1)[None]
+    uneven = jnp.broadcast_to(even[:, :1], even.shape)
+    rule, real = RoutingRule(1, "softmax"), jnp.ones((1, 4), bool)
+    np.testing.assert_allclose(router_stats(route(rule, even), real).balance, 4 * 1.0, rtol=1e-6)
+    np.testing.assert_allclose(router_stats(route(rule, uneven), real).balance, 4 * 4 * 10 / 13, rtol=1e-6)
+
+
+def test_balance_pulls_down_the_scores_of_crowded_experts():
+    logits = jnp.zeros((1, 6, 4)).at[:, :, 2].set(1.0)
+
+    def balance(logits):
+        return router_stats(route(RoutingRule(1, "softmax"), logits), jnp.ones((1, 6), bool)).balance
+
+    gradient = jax.grad(balance)(logits)
+    assert (gradient[..., 2] > 0).all() and (gradient[..., (0, 1, 3)] < 0).all()
+
+
+def test_bias_moves_by_the_rate_towards_the_mean_load():
+    bias = jnp.asarray([[0.5, 0.0, -1.0], [0.0, 0.0, 0.0]])
+    load = jnp.asarray([[6.0, 3.0, 0.0], [4.0, 4.0, 4.0]])
+    expected = [[0.4, 0.0, -0.9], [0.0, 0.0, 0.0]]
+    np.testing.assert_allclose(updated_bias(bias, load, 0.1), expected, rtol=1e-6)
 
 
 # For each kind of model: the router's class, settings, and the rule that it should equal.
@@ -197,7 +250,9 @@ def test_against_transformers(case):
     module.load_state_dict(state)
     with torch.no_grad():
         _, expected, expected_experts = module(torch.tensor(logits, dtype=torch.float32))
-    weights, experts = route(rule, jnp.asarray(logits, jnp.float32), jnp.asarray(bias, jnp.float32) if biased else None)
+    weights, experts, _ = route(
+        rule, jnp.asarray(logits, jnp.float32), jnp.asarray(bias, jnp.float32) if biased else None
+    )
     # transformers does not promise an order of the chosen.
     order, expected_order = np.argsort(experts, axis=1), np.argsort(expected_experts.numpy(), axis=1)
     np.testing.assert_array_equal(

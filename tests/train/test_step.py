@@ -60,7 +60,7 @@ def test_the_loss_is_the_mean_over_real_targets_not_of_row_means(tiny_config):
     rows = [make_batch([n], seed=n) for n in (3, 13)]
     both = Batch(*(np.concatenate(pair) for pair in zip(*rows, strict=True)))
     sums = [build_eval_step(loss)(state.params, row) for row in rows]
-    means = [float(s.lm_loss / s.weight) for s in sums]
+    means = [float(s.lm_loss / s.targets) for s in sums]
     _, metrics = step(state, both)
     wanted = (3 * means[0] + 13 * means[1]) / 16
     assert float(metrics["lm_loss"]) == pytest.approx(wanted, abs=1e-5)
@@ -120,7 +120,7 @@ def test_packed_documents_give_the_loss_of_each_alone(tiny_config):
     step = jax.jit(build_eval_step(loss))
     total = sum(float(step(state.params, row).lm_loss) for row in alone)
     assert float(step(state.params, packed).lm_loss) == pytest.approx(total, abs=1e-4)
-    assert float(step(state.params, packed).weight) == 21
+    assert float(step(state.params, packed).targets) == 21
     changed = packed._replace(inputs=packed.inputs.copy())
     changed.inputs[0, 0] += 1
     hidden = [
