@@ -66,11 +66,12 @@ class Block(nnx.Module):
         # Norms see a part of the sequence on each device; what they give is gathered for the products.
         attended, cache = self.attention(_whole_rows(self.attention_norm(x)), context, cache)
         x = _between_layers(x + self.attention_post_norm(attended))
-        normed, stats = _whole_rows(self.mlp_norm(x)), None
+        normed, stats = self.mlp_norm(x), None
         if self.routes:
+            # Experts take parts of the sequence as they are.
             made, stats = self.mlp(normed, context.query_segment_ids)
         else:
-            made = self.mlp(normed)
+            made = self.mlp(_whole_rows(normed))
         x = x + self.mlp_post_norm(made)
         x = x * self.scalar[...].astype(x.dtype) if self.use_scalar else x
         return _between_layers(x), cache, stats

@@ -62,7 +62,7 @@ class Transformer(nnx.Module):
             x, layers[name], stats[name] = getattr(self, name)(
                 x, context, None if cache is None else cache.layers[name]
             )
-        hidden = constrain(self.final_norm(x), "batch", "length", "activation_embed")
+        hidden = constrain(self.final_norm(x), "batch", "norm_length", "activation_embed")
         return Output(hidden, None if cache is None else cache._replace(layers=layers), stats)
 
     def unembedding(self) -> jax.Array:

@@ -9,6 +9,7 @@ from flax import nnx
 from maxlite.config.schema import ComputeConfig
 from maxlite.nn.param import param
 from maxlite.ops.product import product
+from maxlite.ops.rounding import rounded
 
 
 class Linear(nnx.Module):
@@ -39,5 +40,5 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the product in the compute dtype."""
-        y: jax.Array = product(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+        y: jax.Array = product(self.equation, x.astype(self.dtype), rounded(self.kernel[...], self.dtype))
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y

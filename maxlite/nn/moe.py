@@ -6,7 +6,7 @@ tokens are kept, however unevenly they fall.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,13 @@ from maxlite.ops.dispatch import capacity, dropless, group_by_capacity, with_cap
 from maxlite.ops.experts import Gathering, RowGroups, grouped_bias, grouped_product, whole
 from maxlite.ops.rounding import rounded
 from maxlite.ops.router import RouterStats, RoutingRule, route, router_stats
-from maxlite.parallel.sharding import axis_size, constrain, live_axes, per_device
+from maxlite.parallel.sharding import axis_size, constrain, cutting_axes, live_axes, per_device
 
 Weights = dict[str, jax.Array]
+
+
+# A tree of RouterStats' form, whose leaves are names of dimensions.
+_STATS_AXES: Any = RouterStats(cast(Any, (None,)), cast(Any, ()))
 
 
 class Placement(NamedTuple):
@@ -51,14 +55,8 @@ def place(num_rows: int, length: int) -> Placement:
     sequence = fine[len(plain) :]
     if fine != (*plain, *sequence) or sequence != hidden or length % axis_size(fine):
         sequence = ()
-    cut = _dividing(plain, length)
-    return Placement(_dividing(live_axes("batch"), num_rows), (*cut, *sequence), sequence, experts, embed, hidden)
-
-
-def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    while size % axis_size(axes):
-        axes = axes[:-1]
-    return axes
+    cut = cutting_axes("length", length)
+    return Placement(cutting_axes("batch", num_rows), (*cut, *sequence), sequence, experts, embed, hidden)
 
 
 class Router(nnx.Module):
@@ -216,15 +214,16 @@ class MoE(nnx.Module):
         placement = place(*x.shape[:2])
         real = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids != 0
         length = "norm_length" if placement.sequence else "length"
-        tokens, whole = ("batch", length, None), {name: (None,) * array.ndim for name, array in self._routing().items()}
+        tokens, routing = ("batch", length, None), self._routing()
+        routing_axes = {name: (None,) * array.ndim for name, array in routing.items()}
         experts, experts_axes = self.experts.weights()
-        run = per_device(
+        routed = per_device(
             functools.partial(self._on_each_device, placement),
-            (tokens, tokens, ("batch", length), whole, experts_axes),
-            (tokens, RouterStats((None,), ())),
+            (tokens, tokens, ("batch", length), routing_axes, experts_axes),
+            (tokens, _STATS_AXES),
         )
         chosen_by = None if router_input is None else router_input.astype(self.dtype)
-        y, stats = run(x.astype(self.dtype), chosen_by, real, self._routing(), experts)
+        y, stats = routed(x.astype(self.dtype), chosen_by, real, routing, experts)
         if not self.use_shared:
             return y, stats
         x = constrain(x, "batch", "length", "activation_embed")
@@ -256,10 +255,12 @@ class MoE(nnx.Module):
         chosen = route(self.rule, logits, routing.get("selection_bias"))
         stats = router_stats(chosen, real, row_axes=placement.rows, length_axes=placement.length)
         factors = chosen.weights * routing["expert_scale"][chosen.experts] if self.use_expert_scale else chosen.weights
-        tokens = (x, factors, chosen.experts, real)
+        choices = chosen.experts
         if placement.sequence:
-            tokens = jax.lax.all_gather(tokens, placement.sequence, axis=1, tiled=True)
-        y = self._mixed(placement, *tokens, experts)
+            x, factors, choices, real = jax.lax.all_gather(
+                (x, factors, choices, real), placement.sequence, axis=1, tiled=True
+            )
+        y = self._mixed(placement, x, factors, choices, real, experts)
         if placement.sequence:
             y = jax.lax.psum_scatter(y, placement.sequence, scatter_dimension=1, tiled=True)
         elif placement.hidden:
@@ -310,6 +311,7 @@ class DenseAndMoE(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, RouterStats]:
         """x: [B, T, D]; segment_ids: [B, T] int32 or None, as of `MoE`. Returns: [B, T, D], and the experts' stats."""
-        dense = self.dense_post_norm(self.dense(self.dense_norm(x)))
+        whole = constrain(self.dense_norm(x), "batch", "length", "activation_embed")
+        dense = self.dense_post_norm(self.dense(whole))
         routed, stats = self.moe(self.moe_norm(x), segment_ids, router_input=x)
         return dense + self.moe_post_norm(routed), stats

@@ -12,7 +12,9 @@ def test_fake_devices_are_held_against_the_degrees_with_all_other_problems():
     assert "ici_fsdp_parallelism=3" in text and "8 devices" in text and "did you mean learning_rate?" in text
 
 
-@pytest.mark.parametrize(("free", "expected"), [
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
         ("data", (4, 1, 1, 1, 1, 2)),
         ("pipeline", (1, 4, 1, 1, 1, 2)),
         ("fsdp", (1, 1, 4, 1, 1, 2)),
