@@ -185,7 +185,7 @@ def test_policies_are_strictly_ordered_in_bytes(tiny_config):
 
 
 def tpu_memory(tiny_config, topology, policy: str):
-    """Memory of the same gradient, wide enough that activations matter, by the compiler for one TPU, through 24 layers."""
+    """Memory of the same gradient, wide enough that activations matter, by the compiler for one TPU, 24 layers deep."""
     wide = ("emb_dim=512", "mlp_dim=2048", "head_dim=128", "num_decoder_layers=24", "dtype=bfloat16")
     config = tiny_config(*wide, "max_target_length=512", f"remat_policy={policy}")
     model = build_model(config.model, config.compute)
