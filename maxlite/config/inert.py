@@ -54,6 +54,11 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("num_layers_per_pipeline_stage",),
     ),
     ("no layer is moe", lambda c: c.model.num_experts == 0, ("capacity_factor",)),
+    (
+        "a stage loops over its layers",
+        lambda c: c.parallel.ici_pipeline_parallelism > 1 or c.parallel.dcn_pipeline_parallelism > 1,
+        ("scan_layers",),
+    ),
     ("rope_type is not llama3", lambda c: c.model.rope_type != "llama3", LLAMA3_ROPE),
     ("rope_type is not yarn", lambda c: c.model.rope_type != "yarn", YARN),
     (

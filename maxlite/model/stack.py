@@ -83,7 +83,9 @@ class Stack(nnx.Module):
         stages = axis_size(live_axes("layers"))
         if stages > 1 and cache is None:
             return self._run_stages(run_pattern, stages, params, x, context)
-        body = rematerialize(run_pattern, self.kept, inside_scan=self.unroll == 1)
+        # XLA drops a loop of one turn, and would then merge the second computation with the first.
+        looped = self.unroll == 1 and self.repeats > 1
+        body = rematerialize(run_pattern, self.kept, inside_scan=looped)
 
         def step(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, tuple[Any, Stats]]:
             x, cache, stats = body(x, xs[0], context, xs[1])

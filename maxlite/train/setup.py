@@ -150,7 +150,8 @@ def _num_tiles(config: Config, rows: int, mesh: Mesh) -> int:
     """Tiles of the loss: as the key says, or by what one device has of a micro-batch."""
     rules = config.parallel.logical_axis_rules
     here = rows // config.train.gradient_accumulation_steps // num_parts(mesh_axes("batch", rules), mesh)
-    length = config.data.max_target_length // num_parts(mesh_axes("length", rules), mesh)
+    # The loss cuts rows as the layers between them do.
+    length = max(config.data.max_target_length // num_parts(mesh_axes("norm_length", rules), mesh), 1)
     return config.compute.num_vocab_tiling or automatic_tiles((here, length), config.model.vocab_size)
 
 

@@ -99,7 +99,9 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, shardi
 
 
 def state_bytes(abstract: TrainState) -> int:
-    """Returns the bytes of one device's share of the state."""
+    """Returns the bytes of one device's share of the state, without what waits in the host's memory."""
     return sum(
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(abstract)
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(abstract)
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )

@@ -1,0 +1,53 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.ops.embedding import look_up
+from maxlite.parallel.mesh import build_mesh
+from maxlite.parallel.sharding import use_mesh
+
+TABLE = jax.random.normal(jax.random.key(0), (16, 24), jnp.float32)
+TOKENS = jax.random.randint(jax.random.key(1), (8, 12), 0, 16, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        ("ici_fsdp_parallelism=8",),
+        ("ici_fsdp_parallelism=2", "ici_context_parallelism=4"),
+        ("ici_fsdp_parallelism=2", "ici_expert_parallelism=2", "ici_tensor_parallelism=2"),
+        ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_context_parallelism=2"),
+        ("ici_fsdp_parallelism=1", "ici_data_parallelism=4", "ici_tensor_parallelism=2"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("shape", [(8, 12), (2, 12), (1, 1)], ids=str)
+def test_it_is_the_rows_of_the_table_on_any_mesh(tiny_config, degrees, shape):
+    parallel = tiny_config(*degrees).parallel
+    mesh, tokens = build_mesh(parallel, jax.devices()[:8]), TOKENS[: shape[0], : shape[1]]
+    weight = jnp.arange(24.0)
+
+    def loss(table):
+        return jnp.sum(look_up(table, tokens, jnp.dtype("float32")) ** 2 * weight)
+
+    with use_mesh(mesh, parallel.logical_axis_rules):
+        got = jax.jit(lambda table: look_up(table, tokens, jnp.dtype("float32")))(TABLE)
+        gradient = jax.jit(jax.grad(loss))(TABLE)
+    np.testing.assert_array_equal(got, np.asarray(TABLE)[np.asarray(tokens)])
+    expected = np.zeros_like(TABLE)
+    np.add.at(expected, np.asarray(tokens), 2 * np.asarray(TABLE)[np.asarray(tokens)] * np.arange(24.0))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_table_is_not_gathered(tiny_config):
+    parallel = tiny_config("ici_fsdp_parallelism=2", "ici_context_parallelism=4").parallel
+    mesh = build_mesh(parallel, jax.devices()[:8])
+    with use_mesh(mesh, parallel.logical_axis_rules):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("fsdp", "context")))
+        table = jax.device_put(TABLE, sharding)
+        text = jax.jit(lambda table: look_up(table, TOKENS, jnp.dtype("bfloat16"))).lower(table).compile().as_text()
+    assert "all-to-all" in text
+    gathered = [line for line in text.splitlines() if "all-gather(" in line or "all-gather-start(" in line]
+    # Token ids only.
+    assert gathered and all("s32[" in line.split("=")[1][:20] for line in gathered), gathered
