@@ -11,12 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlite.config.schema import Config, LogicalAxisRules
+from maxlite.config.schema import Config
 from maxlite.data.model_folder import model_end_ids
 from maxlite.data.tokenizer import Tokenizer, build_tokenizer
 from maxlite.data.tokenizer_bytes import ByteTokenizer
 from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, Speed, padded_length
 from maxlite.decode.logits import check_writable, write_logits
+from maxlite.decode.model import build_decode_model, rules_for_rows
 from maxlite.decode.output import Continuation, JsonWriter, TextWriter, printable
 from maxlite.decode.prompts import Prompt, read_prompts
 from maxlite.decode.sampling import build_sampler
@@ -24,10 +25,10 @@ from maxlite.errors import ConfigError, OutOfMemoryError
 from maxlite.hf.load import load_parameters
 from maxlite.hf.run_files import run_of
 from maxlite.metrics.out_of_memory import is_out_of_memory
-from maxlite.model.build import Model, Params, build_model, resolve_dtype
+from maxlite.model.build import Model, Params
 from maxlite.parallel.devices import prepare_jax, run_devices
 from maxlite.parallel.mesh import build_mesh
-from maxlite.parallel.sharding import fitting_rules, mesh_axes, num_parts, use_mesh
+from maxlite.parallel.sharding import use_mesh
 
 EOS, LENGTH = "eos", "length"
 
@@ -47,13 +48,12 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
     prepare_jax(config.run)
     with _memory_errors():
         mesh = build_mesh(config.parallel, run_devices(config.run))
-        model = _build_decode_model(config)
+        model = build_decode_model(config)
         notes = sys.stderr if json_output else sys.stdout
-        rules = fitting_rules(config.parallel.logical_axis_rules, mesh, config.model.vocab_size)
-        shardings = model.shardings(mesh, rules)
+        shardings = model.shardings(mesh, rules_for_rows(config, mesh, 1))
         params = model.take_apart(load_parameters(path, model, shardings, notes))
         if config.decode.logits_path is not None:
-            with use_mesh(mesh, _rules_for_rows(config, mesh, 1), config.compute.matmul_precision):
+            with use_mesh(mesh, rules_for_rows(config, mesh, 1), config.compute.matmul_precision):
                 write_logits(config.decode.logits_path, model, params, prompts)
             print(f"Logits of {len(prompts)} prompts: {config.decode.logits_path}", file=notes)
         writer = (JsonWriter if json_output else TextWriter)(sys.stdout, build_tokenizer(config.data))
@@ -154,7 +154,7 @@ def continue_prompts(
     length = padded_length(max(len(prompt.ids) for prompt in prompts))
     num_rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
     shape = BatchShape(num_rows, length, config.decode.max_new_tokens)
-    with use_mesh(mesh, _rules_for_rows(config, mesh, num_rows), config.compute.matmul_precision):
+    with use_mesh(mesh, rules_for_rows(config, mesh, num_rows), config.compute.matmul_precision):
         generator = Generator(Programs(model, build_sampler(config.decode), end_ids, shape), params)
         for first in range(0, len(rows), num_rows):
             batch = rows[first : first + num_rows]
@@ -203,19 +203,6 @@ def _grow(batch: Sequence[Continuation], drawn: np.ndarray, max_new_tokens: int)
                 row.finish_reason = EOS
             elif len(row.ids) == max_new_tokens:
                 row.finish_reason = LENGTH
-
-
-def _build_decode_model(config: Config) -> Model:
-    # Weights are cast once, when they are read, and not again for every token; unless another dtype was asked for.
-    dtype = resolve_dtype(config.compute.dtype)
-    weight_dtype = config.compute.weight_dtype if config.was_given("weight_dtype") else dtype
-    return build_model(config.model, dataclasses.replace(config.compute, dtype=dtype, weight_dtype=weight_dtype))
-
-
-def _rules_for_rows(config: Config, mesh: Mesh, num_rows: int) -> LogicalAxisRules:
-    """Rows that their mesh axes do not divide are copied to all devices instead."""
-    rules = fitting_rules(config.parallel.logical_axis_rules, mesh, config.model.vocab_size)
-    return rules if num_rows % num_parts(mesh_axes("batch", rules), mesh) == 0 else (("batch", ()), *rules)
 
 
 @contextlib.contextmanager

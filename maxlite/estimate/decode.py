@@ -9,12 +9,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import Config
 from maxlite.decode.generate import BatchShape, Programs, padded_length
+from maxlite.decode.model import build_decode_model, rules_for_rows
 from maxlite.decode.sampling import build_sampler
 from maxlite.errors import ConfigError
 from maxlite.estimate.compile import CompiledProgram, Target, compile_traced
-from maxlite.model.build import Model, build_model, resolve_dtype
+from maxlite.model.build import Model
 from maxlite.parallel.mesh import build_mesh
-from maxlite.parallel.sharding import fitting_rules, mesh_axes, num_parts, use_mesh
+from maxlite.parallel.sharding import use_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,9 @@ def compile_decode(config: Config, target: Target) -> DecodeWork:
         ConfigError: the devices or the length do not fit.
     """
     mesh = build_mesh(config.parallel, list(target.devices))
-    model = _model(config, target.devices[0].platform)
+    model = build_decode_model(config, target.devices[0].platform)
     rows = max(1, round(config.data.per_device_batch_size * mesh.size))
-    rules = fitting_rules(config.parallel.logical_axis_rules, mesh, config.model.vocab_size)
-    if rows % num_parts(mesh_axes("batch", rules), mesh):
-        rules = (("batch", ()), *rules)
+    rules = rules_for_rows(config, mesh, rows)
     params = _unstacked(model, model.shardings(mesh, rules))
     shape = _shape(config, rows)
     programs = Programs(model, build_sampler(config.decode), (), shape)
@@ -79,14 +78,6 @@ def _shape(config: Config, rows: int) -> BatchShape:
     if prompt == 0:
         raise ConfigError(f"max_target_length={length} is too short to estimate decoding; give 32 or more.")
     return BatchShape(rows, prompt, length - prompt)
-
-
-def _model(config: Config, platform: str) -> Model:
-    # Decoding casts weights once, when they are read, unless another dtype was asked for.
-    dtype = resolve_dtype(config.compute.dtype, platform)
-    weight_dtype = config.compute.weight_dtype if config.was_given("weight_dtype") else dtype
-    compute = dataclasses.replace(config.compute, dtype=dtype, weight_dtype=weight_dtype)
-    return build_model(config.model, compute, platform)
 
 
 def _unstacked(model: Model, shardings: Any) -> Any:
