@@ -11,6 +11,16 @@ from maxlite.config.degrees import fake_degrees
 from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, Config
 from maxlite.errors import ConfigError
 
+# Dimensions of one tensor that may not share a mesh axis.
+APART = (
+    ("batch", "length"),
+    ("batch", "activation_heads"),
+    ("length", "activation_heads"),
+    ("vocab", "embed"),
+    ("mlp", "embed"),
+    ("mlp", "exp"),
+)
+
 
 def check_lengths(config: Config) -> Iterator[str]:
     """Rows fit the model, and tiles fit rows."""
@@ -54,6 +64,13 @@ def check_axis_rules(config: Config) -> Iterator[str]:
                 yield f"logical_axis_rules: {logical} names {axis}; the mesh axes are {', '.join(MESH_AXES)}."
         if len(set(axes)) < len(axes):
             yield f"logical_axis_rules: {logical} names a mesh axis twice."
+    # What devices do with these pairs is written down for dimensions that lie along different axes.
+    rules = {logical: axes for logical, axes in reversed(config.parallel.logical_axis_rules)}
+    for one, other in APART:
+        shared = sorted(set(rules.get(one, ())) & set(rules.get(other, ())))
+        if shared:
+            axes = ", ".join(shared)
+            yield f"logical_axis_rules: {one} and {other} both name {axes}, but must lie apart; change one."
 
 
 def check_schedule(config: Config) -> Iterator[str]:

@@ -50,14 +50,23 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     ),
     (
         "no degree of pipeline is above 1",
-        lambda c: c.parallel.ici_pipeline_parallelism == c.parallel.dcn_pipeline_parallelism == 1,
+        lambda c: not _has_stages(c),
         ("num_layers_per_pipeline_stage",),
     ),
-    ("no layer is moe", lambda c: c.model.num_experts == 0, ("capacity_factor",)),
     (
         "a stage loops over its layers",
-        lambda c: c.parallel.ici_pipeline_parallelism > 1 or c.parallel.dcn_pipeline_parallelism > 1,
+        lambda c: _has_stages(c),
         ("scan_layers",),
+    ),
+    (
+        "training runs on the devices that are here; estimate and compile take it",
+        lambda c: c.compile.compile_topology is not None,
+        ("compile_topology", "compile_topology_num_slices"),
+    ),
+    (
+        "opt_type is sgd, which has no moments",
+        lambda c: c.optimizer.opt_type == "sgd",
+        ("optimizer_memory_host_offload", "shard_optimizer_over_data"),
     ),
     ("rope_type is not llama3", lambda c: c.model.rope_type != "llama3", LLAMA3_ROPE),
     ("rope_type is not yarn", lambda c: c.model.rope_type != "yarn", YARN),
@@ -67,7 +76,7 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("original_max_position_embeddings",),
     ),
     ("all layers are gated_delta_net", lambda c: set(c.model.attention_pattern) == {"gated_delta_net"}, _SOFTMAX),
-    ("no layer is moe", lambda c: c.model.num_experts == 0, ROUTER),
+    ("no layer is moe", lambda c: c.model.num_experts == 0, (*ROUTER, "capacity_factor")),
     ("n_routing_groups is 1", lambda c: c.model.n_routing_groups == 1, ("router_group_score",)),
     ("use_qk_norm is false", lambda c: not c.model.use_qk_norm, ("qk_norm_type",)),
     (
@@ -81,6 +90,10 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         TEMPERATURE,
     ),
 )
+
+
+def _has_stages(config: Config) -> bool:
+    return config.parallel.ici_pipeline_parallelism != 1 or config.parallel.dcn_pipeline_parallelism != 1
 
 
 def inert_keys(config: Config) -> list[str]:

@@ -50,6 +50,7 @@ REMAT_TENSORS = (
     "moe_mlpwi_1",
     "moe_mlpwo",
 )
+XLA_FLAG_PRESETS = ("async_collectives", "sync_collectives", "no_collective_matmul", "sparse_core_collectives")
 ATTENTION_KERNELS = ("autoselected", "dot_product", "flash", "cudnn_flash")
 
 # Mesh axes, outermost first, and the two levels of each.
@@ -172,7 +173,7 @@ class CompileConfig:
     compile_topology_num_slices: int = key("Number of such slices.", minimum=1)
     compiled_trainstep_file: str | None = key("File of the compiled step: written by compile, read by train.")
     compile_xla_flags: str | None = key("XLA flags of the step, separated by spaces.")
-    xla_flags_preset: str | None = key("Named set of XLA flags.")
+    xla_flags_preset: str | None = key("Named set of XLA flags.", choices=XLA_FLAG_PRESETS)
 
 
 @dataclasses.dataclass(frozen=True)

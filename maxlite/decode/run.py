@@ -17,7 +17,7 @@ from maxlite.data.tokenizer import Tokenizer, build_tokenizer
 from maxlite.data.tokenizer_bytes import ByteTokenizer
 from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, Speed, padded_length
 from maxlite.decode.logits import check_writable, write_logits
-from maxlite.decode.model import build_decode_model, rules_for_rows
+from maxlite.decode.model import build_decode_model, rules_for_rows, without_drops
 from maxlite.decode.output import Continuation, JsonWriter, TextWriter, printable
 from maxlite.decode.prompts import Prompt, read_prompts
 from maxlite.decode.sampling import build_sampler
@@ -25,7 +25,7 @@ from maxlite.errors import ConfigError, OutOfMemoryError
 from maxlite.hf.load import load_parameters
 from maxlite.hf.run_files import run_of
 from maxlite.metrics.out_of_memory import is_out_of_memory
-from maxlite.model.build import Model, Params
+from maxlite.model.build import Model, Params, build_model
 from maxlite.parallel.devices import prepare_jax, run_devices
 from maxlite.parallel.mesh import build_mesh
 from maxlite.parallel.sharding import use_mesh
@@ -81,6 +81,7 @@ def sample_text(config: Config, mesh: Mesh, model: Model, params: Params) -> str
     decode = dataclasses.replace(config.decode, max_new_tokens=min(config.decode.max_new_tokens, room))
     fitting = dataclasses.replace(config, decode=decode)
     unstacked = jax.jit(model.unstack)(params)
+    model = build_model(model.config, without_drops(model.compute))
     rows, _ = continue_prompts(fitting, mesh, model, unstacked, [prompt], lambda rows: None)
     return printable(f"{prompt.text}{rows[0].text(tokenizer)}")
 

@@ -5,33 +5,35 @@ for each multiply-add. XLA's own count takes the body of a loop once; here it is
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def program_flops(jaxpr: Any) -> int:
-    """Returns the FLOP of one call over all devices. jaxpr: of `jitted.trace(...)`.
+def program_flops(jaxpr: Any, platform: str) -> int:
+    """Returns the FLOP of one call over all devices. jaxpr: of `jitted.trace(...)`. platform: of the devices.
 
-    A loop whose length depends on data counts once, and of the branches of a conditional the most costly.
+    A loop whose length depends on data counts once, and of the branches of a conditional the most costly; where the
+    platform decides it is the platform's own.
     """
-    return sum(_equation_flops(equation) for equation in _open(jaxpr).eqns)
+    return sum(_equation_flops(equation, platform) for equation in _open(jaxpr).eqns)
 
 
-def _equation_flops(equation: Any) -> int:
+def _equation_flops(equation: Any, platform: str) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _dot_flops(equation)
-    if name in ("ragged_dot", "ragged_dot_general"):
+    if name == "ragged_dot_general":
         return _ragged_dot_flops(equation)
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
     if name == "pallas_call":
-        return _kernel_flops(params)
-    inner = [program_flops(jaxpr) for value in params.values() for jaxpr in _jaxprs(value)]
+        return _kernel_flops(params, platform)
+    inner = [program_flops(jaxpr, platform) for value in params.values() for jaxpr in _jaxprs(value)]
     if name == "cond":
-        return max(inner, default=0)
+        chosen = _branch_of(params.get("branches_platforms"), platform)
+        return max(inner) if chosen is None else inner[chosen]
     if name == "scan":
         return params["length"] * sum(inner)
     if name == "shard_map":
@@ -49,10 +51,9 @@ def _ragged_dot_flops(equation: Any) -> int:
     """Each row meets one group's matrix; where rows are summed over, each meets all columns once."""
     rows, columns = (operand.aval.shape for operand in equation.invars[:2])
     result = equation.outvars[0].aval.shape
-    numbers = equation.params.get("ragged_dot_dimension_numbers")
-    contracting = (1,) if numbers is None else numbers.dot_dimension_numbers[0][0]
-    ragged = (0,) if numbers is None else tuple(numbers.lhs_ragged_dimensions)
-    if set(ragged) & set(contracting):
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    contracting = numbers.dot_dimension_numbers[0][0]
+    if set(numbers.lhs_ragged_dimensions) & set(contracting):
         return 2 * math.prod(rows) * math.prod(columns) // math.prod(rows[axis] for axis in contracting)
     return 2 * math.prod(result) * math.prod(rows[axis] for axis in contracting)
 
@@ -64,12 +65,22 @@ def _convolution_flops(equation: Any) -> int:
     return 2 * math.prod(equation.outvars[0].aval.shape) * each
 
 
-def _kernel_flops(params: dict[str, Any]) -> int:
+def _kernel_flops(params: dict[str, Any], platform: str) -> int:
     estimate = params.get("cost_estimate")
     if estimate is not None:
         return int(estimate.flops)
     steps = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-    return steps * program_flops(params["jaxpr"])
+    return steps * program_flops(params["jaxpr"], platform)
+
+
+def _branch_of(platforms: Sequence[Sequence[str] | None] | None, platform: str) -> int | None:
+    """The branch of a `platform_dependent`; None for another conditional. platforms: of each branch, None of the last
+    for those that are not named."""
+    if platforms is None:
+        return None
+    # jax tells GPUs apart by their makers here, and nowhere else.
+    names = {"cuda", "rocm"} if platform == "gpu" else {platform}
+    return next(index for index, those in enumerate(platforms) if those is None or names & set(those))
 
 
 def _num_shards(params: dict[str, Any]) -> int:

@@ -131,21 +131,49 @@ def kept_bytes(config: Config, setup: Setup) -> float:
 
 def tensor_widths(model: ModelConfig, spec: LayerSpec) -> dict[str, int]:
     """Numbers a token that a layer makes under each name that a policy can keep."""
-    head_dim = attention_head_dim(model, spec.attention)
-    queries = model.num_query_heads * head_dim
-    mla = spec.attention == "mla"
-    keys = (model.num_query_heads if mla else attention_kv_heads(model, spec.attention)) * head_dim
-    values = model.num_query_heads * (model.v_head_dim or head_dim) if mla else keys
-    widths = {
-        "query_proj": queries,
-        "key_proj": keys,
-        "value_proj": values,
-        "context": model.num_query_heads * (model.v_head_dim or head_dim),
-        "out_proj": model.emb_dim,
-    }
-    if spec.mlp in ("dense", "dense_and_moe"):
-        widths |= {"mlpwi_0": model.mlp_dim, "mlpwi_1": model.mlp_dim, "mlpwo": model.emb_dim}
-    if spec.mlp in ("moe", "dense_and_moe"):
-        routed = model.num_experts_per_tok * (model.moe_mlp_dim or 0)
-        widths |= {"moe_mlpwi_0": routed, "moe_mlpwi_1": routed, "moe_mlpwo": model.num_experts_per_tok * model.emb_dim}
+    mixers = {"mla": _latent_widths, "gated_delta_net": _delta_widths}
+    mixer = mixers.get(spec.attention)
+    widths = _attention_widths(model, spec.attention) if mixer is None else mixer(model)
+    return {**widths, "out_proj": model.emb_dim, **_mlp_widths(model, spec.mlp)}
+
+
+def _attention_widths(model: ModelConfig, kind: str) -> dict[str, int]:
+    head_dim = attention_head_dim(model, kind)
+    queries, keys = model.num_query_heads * head_dim, attention_kv_heads(model, kind) * head_dim
+    gate = {"gate_proj": queries} if model.attention_output_gate else {}
+    return {"query_proj": queries, "key_proj": keys, "value_proj": keys, "context": queries, **gate}
+
+
+def _latent_widths(model: ModelConfig) -> dict[str, int]:
+    """Of latent attention: keys and values of every head, and the latents that they and the queries come from."""
+    rotary, heads = model.qk_rope_head_dim or 0, model.num_query_heads
+    queries, values = heads * ((model.qk_nope_head_dim or 0) + rotary), heads * (model.v_head_dim or 0)
+    latents = {"kv_wa_proj": (model.kv_lora_rank or 0) + rotary}
+    if model.q_lora_rank is not None:
+        latents["query_wa_proj"] = model.q_lora_rank
+    return {"query_proj": queries, "key_proj": queries, "value_proj": values, "context": values, **latents}
+
+
+def _delta_widths(model: ModelConfig) -> dict[str, int]:
+    """Of the gated delta rule; with the gate go two numbers for each head of values: its step and its beta."""
+    heads = model.gdn_num_value_heads or 0
+    keys, values = (
+        (model.gdn_num_key_heads or 0) * (model.gdn_key_head_dim or 0),
+        heads * (model.gdn_value_head_dim or 0),
+    )
+    return {"query_proj": keys, "key_proj": keys, "value_proj": values, "gate_proj": values + 2 * heads}
+
+
+def _mlp_widths(model: ModelConfig, kind: str) -> dict[str, int]:
+    """The dense MLP beside experts and the one that serves every token have the same names."""
+    experts = model.num_experts_per_tok if kind != "dense" else 0
+    hidden = [model.mlp_dim] if kind != "moe" else []
+    if experts and model.shared_expert_mlp_dim is not None:
+        hidden.append(model.shared_expert_mlp_dim)
+    widths = {}
+    if hidden:
+        widths |= {"mlpwi_0": sum(hidden), "mlpwi_1": sum(hidden), "mlpwo": len(hidden) * model.emb_dim}
+    if experts:
+        routed = experts * (model.moe_mlp_dim or 0)
+        widths |= {"moe_mlpwi_0": routed, "moe_mlpwi_1": routed, "moe_mlpwo": experts * model.emb_dim}
     return widths

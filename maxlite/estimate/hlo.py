@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from maxlite.estimate.groups import Groups, Layout, axes_of, parse_groups, parse_pairs, parse_slice_groups
 
-KINDS = (
+_KINDS = (
     "all-gather",
     "reduce-scatter",
     "all-reduce",
@@ -75,39 +75,31 @@ class Instruction:
     is_root: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop that a collective stands in. trips: None where the text does not say how often it runs."""
-
-    body: str
-    trips: int | None
+# How often each loop around an instruction runs, the outermost first; None where the text does not say.
+Loops = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective of a program, as one device sees it.
 
-    kind: of KINDS. shapes: of its results. payload: bytes of the whole buffers that the group shares, before or after.
+    kind: all-gather, all-reduce, ... payload: bytes of the whole buffers that the group shares, before or after.
     groups: devices that take part together, or, for collective-permute, `pairs` of (from, to).
-    axes: mesh axes along which they differ. loops: those around it, the outermost first.
-    op_name: what in the source it comes from, where XLA kept it.
+    axes: mesh axes along which they differ. loops: those around it.
     """
 
-    name: str
     kind: str
-    shapes: tuple[Shape, ...]
     payload: int
     groups: Groups
     axes: tuple[str, ...]
-    loops: tuple[Loop, ...]
-    op_name: str
+    loops: Loops
 
     @property
     def times(self) -> int:
         """How often it runs in a call of the program; a loop of unknown length counts once."""
         times = 1
-        for loop in self.loops:
-            times *= loop.trips or 1
+        for trips in self.loops:
+            times *= trips or 1
         return times
 
     @property
@@ -155,11 +147,11 @@ class _Walk:
     def __init__(self, program: Program, layout: Layout) -> None:
         self.program, self.layout = program, layout
 
-    def computation(self, name: str, loops: tuple[Loop, ...], seen: set[str]) -> Iterator[Collective]:
+    def computation(self, name: str, loops: Loops, seen: set[str]) -> Iterator[Collective]:
         """seen: channels met in this computation and its fusions."""
         for instruction in self.program.computations.get(name, {}).values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind in KINDS:
+            if kind in _KINDS:
                 channel = _attribute(instruction, "channel_id")
                 key = f"{kind} {channel or instruction.name}"
                 if key not in seen:
@@ -177,25 +169,21 @@ class _Walk:
                 for called in _branches(instruction):
                     yield from self.computation(called, loops, set())
 
-    def _loop(self, caller: str, instruction: Instruction, loops: tuple[Loop, ...]) -> Iterator[Collective]:
+    def _loop(self, caller: str, instruction: Instruction, loops: Loops) -> Iterator[Collective]:
         body = _attribute(instruction, "body").lstrip("%")
         condition = _attribute(instruction, "condition").lstrip("%")
-        trips = trip_count(self.program, caller, instruction)
-        inner = (*loops, Loop(body, trips))
+        inner = (*loops, _trip_count(self.program, caller, instruction))
         yield from self.computation(condition, inner, set())
         yield from self.computation(body, inner, set())
 
-    def _collective(
-        self, instruction: Instruction, kind: str, computation: str, loops: tuple[Loop, ...]
-    ) -> Iterator[Collective]:
+    def _collective(self, instruction: Instruction, kind: str, computation: str, loops: Loops) -> Iterator[Collective]:
         if kind == "collective-permute":
             groups: Groups = parse_pairs(_attribute_text(instruction, "source_target_pairs"))
         else:
             groups = parse_groups(_attribute_text(instruction, "replica_groups"), self.program.num_partitions)
         if self.program.num_partitions < self.layout.size:
             groups = self.layout.of_slice(groups)
-        shapes = tuple(shapes_of(_result(instruction)))
-        payload = sum(shape.bytes for shape in shapes)
+        payload = sum(shape.bytes for shape in shapes_of(_result(instruction)))
         if kind == "reduce-scatter":
             payload *= max(len(group) for group in groups)
         elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -203,9 +191,9 @@ class _Walk:
         # A permutation may turn out to move nothing.
         if groups:
             axes = axes_of(groups, self.layout.shape)
-            yield Collective(instruction.name, kind, shapes, payload, groups, axes, loops, _op_name(instruction))
+            yield Collective(kind, payload, groups, axes, loops)
 
-    def _transfer(self, instruction: Instruction, kind: str, loops: tuple[Loop, ...]) -> Collective:
+    def _transfer(self, instruction: Instruction, kind: str, loops: Loops) -> Collective:
         """Between slices. The shape is (what comes, context, token)."""
         groups = self.layout.of_ids(
             parse_slice_groups(_attribute_text(instruction, "_xla_megascale_target").strip('"'))
@@ -213,7 +201,7 @@ class _Walk:
         shape = next(shapes_of(instruction.shape))
         payload = shape.bytes * (len(groups[0]) if kind == "reduce-scatter" else 1)
         axes = axes_of(groups, self.layout.shape)
-        return Collective(instruction.name, kind, (shape,), payload, groups, axes, loops, _op_name(instruction))
+        return Collective(kind, payload, groups, axes, loops)
 
 
 def shapes_of(text: str) -> Iterator[Shape]:
@@ -223,7 +211,7 @@ def shapes_of(text: str) -> Iterator[Shape]:
         yield Shape(name, sizes, int(bits) if bits else 8 * _BYTES[name])
 
 
-def trip_count(program: Program, caller: str, loop: Instruction) -> int | None:
+def _trip_count(program: Program, caller: str, loop: Instruction) -> int | None:
     """Returns how often the body of a `while` runs, or None where that depends on data.
 
     XLA notes it on some backends; elsewhere it is read from the condition: counter < bound, by steps of one.
@@ -308,11 +296,6 @@ def _attribute(instruction: Instruction, name: str) -> str:
 def _attribute_text(instruction: Instruction, name: str) -> str:
     """All that follows `name=`."""
     return instruction.attributes.partition(f"{name}=")[2]
-
-
-def _op_name(instruction: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return found[1] if found else ""
 
 
 def _branches(instruction: Instruction) -> list[str]:

@@ -14,8 +14,8 @@ _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _AMOUNT = r"([\d.]+)([BKMGT])?"
 # How the TPU compiler says that a program does not fit, in the versions known.
 _EXCESSES = (
-    re.compile(rf"Used {_AMOUNT} of {_AMOUNT} hbm"),
-    re.compile(rf"\({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)"),
+    re.compile(rf"Used {_AMOUNT} of \S+ hbm"),
+    re.compile(rf"\({_AMOUNT}\) exceeds available HBM"),
 )
 
 
@@ -68,15 +68,12 @@ def whole_state(state: TrainState) -> StateBytes:
     return StateBytes(parameters, parameters, _bytes(state.opt_state))
 
 
-def excess(message: str) -> tuple[float, float] | None:
-    """Reads (bytes needed, bytes available) from what the compiler says of a program that does not fit."""
+def bytes_needed(message: str) -> float | None:
+    """Reads the bytes needed from what the compiler says of a program that does not fit."""
     for pattern in _EXCESSES:
         if match := pattern.search(message):
-            needed, needed_unit, available, available_unit = match.groups()
-            return (
-                float(needed) * _UNITS[needed_unit or "B"],
-                float(available) * _UNITS[available_unit or "B"],
-            )
+            number, unit = match.groups()
+            return float(number) * _UNITS[unit or "B"]
     return None
 
 

@@ -5,7 +5,6 @@ where nothing overlaps. Rates are the makers' peaks, so the times are bounds and
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -103,7 +102,7 @@ def link_bandwidth(devices: Sequence[jax.Device], rates: Rates) -> float:
 
 def mfu_bound(model_flops: float, seconds: float, rates: Rates) -> float:
     """Share of the peak that the model's own FLOP are at best."""
-    return model_flops / (seconds * rates.flops) if seconds and math.isfinite(rates.flops) else 0.0
+    return model_flops / (seconds * rates.flops)
 
 
 def _ring(collective: Collective) -> set[int]:

@@ -13,7 +13,7 @@ from maxlite.estimate.decode import DecodeWork, compile_decode
 from maxlite.estimate.fixes import Fix, Need, cheapest_fixes
 from maxlite.estimate.groups import layout_of
 from maxlite.estimate.hlo import Collective, Program
-from maxlite.estimate.memory import ProgramMemory, device_bytes, excess, host_bytes, program_memory, whole_state
+from maxlite.estimate.memory import ProgramMemory, bytes_needed, device_bytes, host_bytes, program_memory, whole_state
 from maxlite.estimate.roofline import Rates, Roofline, build_roofline, crosses_slices, mfu_bound
 from maxlite.estimate.zero import ZeroRow, zero_table
 from maxlite.metrics.peak import peak_tflops
@@ -43,7 +43,8 @@ class ProgramReport:
     """One program, per device.
 
     memory: None where it does not fit. needed: bytes at the worst moment. model_flops, flops: what the model needs
-    and what the program computes. roofline: None where the device's rates are not known. mfu: at the roofline's bound.
+    and what the program computes. roofline: None where the device's rates are not known or the program does not fit.
+    mfu: at the roofline's bound; None without it.
     """
 
     name: str
@@ -164,33 +165,32 @@ def describe_program(
 ) -> ProgramReport:
     """Reads a compiled program. model_flops: of one device."""
     devices = list(mesh.devices.flat)
-    # Of kernels the trace shows no arithmetic that could be relied on, so the model's own is the least.
-    flops = max(program_flops(program.jaxpr) / mesh.size, model_flops)
+    # Kernels count by their authors' estimates or by their grids, and calls into libraries show no arithmetic at all,
+    # so the model's own is the least.
+    flops = max(program_flops(program.jaxpr, devices[0].platform) / mesh.size, model_flops)
     if program.compiled is None:
-        needed, _ = excess(program.refusal) or (math.inf, 0)
+        needed = bytes_needed(program.refusal) or math.inf
         collectives: list[Collective] = []
-        memory = None
+        memory = roofline = None
     else:
         memory = program_memory(program.compiled)
         needed = memory.peak
         collectives = Program(program.compiled.as_text() or "").collectives(layout_of(mesh))
-    roofline = None
-    if rates is not None:
-        roofline = build_roofline(flops, _moved(memory, collectives), collectives, devices, rates)
+        roofline = rates and build_roofline(flops, _moved(memory, collectives), collectives, devices, rates)
     return ProgramReport(
         name=program.name,
         memory=memory,
         needed=needed,
         model_flops=model_flops,
         flops=flops,
-        traffic=tuple(traffic_table(collectives, devices)),
+        traffic=tuple(_traffic_table(collectives, devices)),
         roofline=roofline,
         mfu=None if roofline is None or rates is None else mfu_bound(model_flops, roofline.bound, rates),
         compile_seconds=program.seconds,
     )
 
 
-def traffic_table(collectives: Iterable[Collective], devices: Sequence[jax.Device]) -> list[Traffic]:
+def _traffic_table(collectives: Iterable[Collective], devices: Sequence[jax.Device]) -> list[Traffic]:
     """Sums collectives by kind, axes and way, those that send most first."""
     sums: dict[tuple[str, tuple[str, ...], bool], list[int]] = {}
     for collective in collectives:
@@ -206,11 +206,9 @@ def traffic_table(collectives: Iterable[Collective], devices: Sequence[jax.Devic
     return sorted(rows, key=lambda row: -row.sent)
 
 
-def _moved(memory: ProgramMemory | None, collectives: Sequence[Collective]) -> float:
+def _moved(memory: ProgramMemory, collectives: Sequence[Collective]) -> float:
     """Bytes that go through a device's memory, at least: all that comes in is read, all that is made is written once
     and read once, what is gathered in every layer too."""
-    if memory is None:
-        return 0.0
     gathered = sum(collective.times * collective.payload for collective in collectives)
     return 2 * memory.arguments + memory.results + 2 * memory.temporaries + 2 * gathered
 

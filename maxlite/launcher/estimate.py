@@ -14,9 +14,11 @@ from maxlite.config.schema import Config
 from maxlite.errors import ConfigError, OutOfMemoryError
 from maxlite.estimate.compile import build_target
 from maxlite.estimate.run import Estimate, ProgramReport, estimate_training, run_decode_estimate, run_estimate
+from maxlite.parallel.topology import without_compile_cache
+from maxlite.parallel.xla_flags import compiler_options
 from maxlite.train.compiled_step import write_step
 
-GIB = 2**30
+_GIB = 2**30
 _WAYS = {"compute": "arithmetic", "memory": "memory", "links": "links in a slice", "network": "network of slices"}
 
 
@@ -39,17 +41,21 @@ def compile_step(config: Config, json_output: bool) -> None:
     path = config.compile.compiled_trainstep_file
     if path is None:
         raise ConfigError("compile writes a file; name it: compiled_trainstep_file=step.bin")
-    estimate, setup, program = estimate_training(config, build_target(config))
+    target = build_target(config)
+    # An executable that was read from the cache lacks parts of its code when it is written again, on CPUs at least.
+    with without_compile_cache():
+        estimate, setup, program = estimate_training(config, target)
     _show(estimate, json_output)
     if program.compiled is None:
         raise OutOfMemoryError(f"the compiled step does not fit, and {path} was not written.")
-    size = write_step(path, program.lowered, program.compiled, setup.mesh)
+    options = compiler_options(config.compile, setup.devices[0].platform)
+    size = write_step(path, program.lowered, program.compiled, setup.mesh, options)
     print(f"Wrote {path}: {size / 1e6:.1f} MB", file=sys.stderr if json_output else sys.stdout)
 
 
 def _show(estimate: Estimate, json_output: bool) -> None:
     if json_output:
-        print(json.dumps(as_json(estimate)))
+        print(json.dumps(_as_json(estimate)))
         return
     console = Console(highlight=False, soft_wrap=False)
     console.print(_headline(estimate))
@@ -63,7 +69,7 @@ def _show(estimate: Estimate, json_output: bool) -> None:
         console.print("\n".join(_fix_lines(estimate)), markup=False)
 
 
-def as_json(estimate: Estimate) -> dict[str, Any]:
+def _as_json(estimate: Estimate) -> dict[str, Any]:
     """Returns the estimate as one JSON object: bytes, FLOP and seconds of one device; what is not known is null."""
     programs = []
     for report in estimate.programs:
@@ -135,7 +141,7 @@ def _print_program(console: Console, report: ProgramReport, estimate: Estimate) 
     elif report.memory is not None:
         console.print("no collectives")
     roofline = report.roofline
-    if roofline is None or report.memory is None:
+    if roofline is None:
         return
     parts = ", ".join(f"{_WAYS[name]} {_seconds(getattr(roofline, name))}" for name in _WAYS)
     mfu = f", MFU at most {report.mfu:.1%}" if report.mfu is not None else ""
@@ -164,7 +170,7 @@ def _fix_lines(estimate: Estimate) -> Iterator[str]:
 
 
 def _gib(value: float | None) -> str:
-    return "?" if value is None or not math.isfinite(value) else f"{value / GIB:,.3g}"
+    return "?" if value is None or not math.isfinite(value) else f"{value / _GIB:,.3g}"
 
 
 def _gb(value: float) -> str:

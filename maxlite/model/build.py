@@ -111,11 +111,14 @@ class Model:
         Raises:
             ConfigError: lists every size that its mesh axes do not divide.
         """
-        shardings, problems = shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
+        shardings, _ = shardings_of(self.abstract_params, self.logical_axes, mesh, rules)
+        # Layers that the stages do not divide are one message a group, not one for each of its weights.
+        within_layers = tuple(row for row in rules if row[0] != "layers")
+        _, problems = shardings_of(self.abstract_params, self.logical_axes, mesh, within_layers)
         named = [*_undivided_layers(self.config, mesh, rules), *_undivided_sizes(self.config, mesh, rules)]
         # The sizes that have keys of their own come first: that is where to look.
         if named or problems:
-            raise ConfigError("\n".join(named + [text for text in problems if "dimension layers" not in text]))
+            raise ConfigError("\n".join(named + problems))
         return shardings
 
     def _repeats(self) -> dict[str, int]:
@@ -152,7 +155,7 @@ def resolve_dtype(dtype: str, platform: str | None = None) -> str:
 def _activation_sizes(model: ModelConfig) -> list[tuple[str, int | None, str]]:
     """Key, size and axis of what activations are cut along."""
     specs = layer_specs(model)
-    softmax = any(spec.attention not in ("gated_delta_net",) for spec in specs)
+    softmax = any(spec.attention != "gated_delta_net" for spec in specs)
     kinds = {spec.mlp for spec in specs}
     sizes: list[tuple[str, int | None, str]] = [("emb_dim", model.emb_dim, "activation_embed")]
     if softmax:

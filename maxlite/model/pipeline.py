@@ -21,7 +21,7 @@ from maxlite.parallel.sharding import constrain, live_axes
 _ROWS = ("batch", "norm_length", "activation_embed")
 
 
-class Schedule(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """stages: parts of the mesh; microbatches: parts of the batch; layers_per_stage: repeats a stage and round."""
 
     stages: int
@@ -44,9 +44,11 @@ class Schedule(NamedTuple):
         return (self.stages - 1) / self.ticks(repeats)
 
 
-def build_schedule(stages: int, repeats: int, microbatches: int | None, layers_per_stage: int | None) -> Schedule:
+def build_pipeline_schedule(
+    stages: int, repeats: int, microbatches: int | None, layers_per_stage: int | None
+) -> PipelineSchedule:
     """Returns the schedule of a group of layers; None stands for as many micro-batches as stages, and for one round."""
-    return Schedule(stages, microbatches or stages, layers_per_stage or repeats // stages)
+    return PipelineSchedule(stages, microbatches or stages, layers_per_stage or repeats // stages)
 
 
 def run_pipeline(
@@ -54,7 +56,7 @@ def run_pipeline(
     params: Any,
     x: jax.Array,
     context: Any,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     rematerialize: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> tuple[jax.Array, Any]:
     """Runs all repeats of a layer pattern on x: [B, T, D].
@@ -112,7 +114,7 @@ class _Work(NamedTuple):
     rounds: _Rounds | None
 
 
-def _work(schedule: Schedule, rounds: int, now: jax.Array) -> tuple[_Work, jax.Array, jax.Array]:
+def _work(schedule: PipelineSchedule, rounds: int, now: jax.Array) -> tuple[_Work, jax.Array, jax.Array]:
     """Returns the work of tick `now`, where the first stage takes its rows, and where those of the last one go.
 
     Before the last stage has rows to give, what comes from it goes where rows were just taken; after the first one
@@ -247,7 +249,7 @@ def _through_slot(weight: jax.Array, slot: jax.Array) -> jax.Array:
 _through_slot.defvjp(lambda weight, slot: (weight, None), lambda _, gradient: (None, gradient))
 
 
-def _summed(stats: jax.Array, schedule: Schedule, rounds: int) -> jax.Array:
+def _summed(stats: jax.Array, schedule: PipelineSchedule, rounds: int) -> jax.Array:
     """[ticks, layers_per_stage, S, ...] of every tick -> [R, ...], sums over the micro-batches."""
     begun = np.arange(stats.shape[0])[:, None] - np.arange(schedule.stages)
     real = begun[None] // schedule.microbatches == np.arange(rounds)[:, None, None]
@@ -256,7 +258,7 @@ def _summed(stats: jax.Array, schedule: Schedule, rounds: int) -> jax.Array:
     return total.swapaxes(1, 2).reshape(-1, *stats.shape[3:])
 
 
-def _by_stage(params: Any, schedule: Schedule, rounds: int) -> Any:
+def _by_stage(params: Any, schedule: PipelineSchedule, rounds: int) -> Any:
     """[R, ...] in the layers' order -> [layers_per_stage, S, rounds, ...]; without `rounds` where there is but one.
 
     With one round every device has its layers already. With several, each has to get most of them from the others.

@@ -15,7 +15,7 @@ from flax import nnx
 from maxlite.config.layers import LayerGroup
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.model.block import Block
-from maxlite.model.pipeline import build_schedule, run_pipeline
+from maxlite.model.pipeline import build_pipeline_schedule, run_pipeline
 from maxlite.model.remat import kept_names, rematerialize
 from maxlite.nn.attention import AttentionContext
 from maxlite.ops.router import RouterStats
@@ -102,7 +102,7 @@ class Stack(nnx.Module):
             return x, stats
 
         execution = current_execution()
-        schedule = build_schedule(stages, self.repeats, execution.microbatches, execution.layers_per_stage)
+        schedule = build_pipeline_schedule(stages, self.repeats, execution.microbatches, execution.layers_per_stage)
         remat = functools.partial(rematerialize, kept=self.kept, inside_scan=True)
         x, stats = run_pipeline(run_without_cache, params, x, context, schedule, remat)
         return x, None, stats

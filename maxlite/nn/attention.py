@@ -149,7 +149,7 @@ class Attention(nnx.Module):
             attended = attend_rows(self.kind, query, key, value, context, sinks=sinks, **masks)
         else:
             attended = attend_cache(query, cache.key, cache.value, context, sinks=sinks, **masks)
-        # No name here: ops/attention names the context inside its rule, and a second name would save it twice.
+        # No name here: every kernel of ops/attention names the context, and a second name would save it twice.
         attended = constrain(attended, "batch", "length", "activation_heads", None)
         if self.gates_output:
             gate = constrain(self.gate(x), "batch", "length", "activation_heads", None)

@@ -86,7 +86,7 @@ class MultiHeadLatentAttention(nnx.Module):
             assert context.index is not None, "a cache comes with the slot to write to"
             cache = LatentCache(*(write_slots(old, part, context.index) for old, part in zip(cache, new, strict=True)))
             attended = self._attend_absorbed(query, cache, context)
-        # No name here: ops/attention names the context inside its rule, and a second name would save it twice.
+        # No name here: every kernel of ops/attention names the context, and a second name would save it twice.
         attended = constrain(attended, "batch", "length", "activation_heads", None)
         return checkpoint_name(self.out(attended), "out_proj"), cache
 

@@ -35,7 +35,8 @@ class Placement(NamedTuple):
     """Mesh axes of more than one device, by what lies along them, for tokens of one size.
 
     rows, length: rows of the batch, and the tokens of a row.
-    sequence: the last of `length`, those that the hidden width lies along too; before the experts they are gathered.
+    sequence: those of `length` that cut the hidden width too. A device gathers the row's tokens along them before the
+        experts, and afterwards keeps its own tokens' part of the sum.
     experts, embed, hidden: dimensions of the experts' kernels.
     """
 
@@ -47,7 +48,7 @@ class Placement(NamedTuple):
     hidden: tuple[str, ...]
 
 
-def place(num_rows: int, length: int) -> Placement:
+def build_placement(num_rows: int, length: int) -> Placement:
     """Follows the rules in context; mesh axes that do not divide the rows or the length do not cut them."""
     experts = live_axes("exp")
     embed, hidden = (tuple(axis for axis in live_axes(name) if axis not in experts) for name in ("embed", "mlp"))
@@ -211,19 +212,19 @@ class MoE(nnx.Module):
         router_input: as x, what experts are chosen by if it is not x.
         Returns: [B, T, D], and how evenly the real tokens fell.
         """
-        placement = place(*x.shape[:2])
+        placement = build_placement(*x.shape[:2])
         real = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids != 0
         length = "norm_length" if placement.sequence else "length"
         tokens, routing = ("batch", length, None), self._routing()
         routing_axes = {name: (None,) * array.ndim for name, array in routing.items()}
-        experts, experts_axes = self.experts.weights()
+        weights, weight_axes = self.experts.weights()
         routed = per_device(
             functools.partial(self._on_each_device, placement),
-            (tokens, tokens, ("batch", length), routing_axes, experts_axes),
+            (tokens, tokens, ("batch", length), routing_axes, weight_axes),
             (tokens, _STATS_AXES),
         )
         chosen_by = None if router_input is None else router_input.astype(self.dtype)
-        y, stats = routed(x.astype(self.dtype), chosen_by, real, routing, experts)
+        y, stats = routed(x.astype(self.dtype), chosen_by, real, routing, weights)
         if not self.use_shared:
             return y, stats
         x = constrain(x, "batch", "length", "activation_embed")
@@ -248,19 +249,20 @@ class MoE(nnx.Module):
         chosen_by: jax.Array | None,
         real: jax.Array,
         routing: Weights,
-        experts: dict[str, Weights],
+        weights: dict[str, Weights],
     ) -> tuple[jax.Array, RouterStats]:
         """x, chosen_by: [B, T, D], real: [B, T], each a device's own. Returns: its [B, T, D]; stats of all."""
         logits = self.router(x if chosen_by is None else chosen_by, routing)
-        chosen = route(self.rule, logits, routing.get("selection_bias"))
-        stats = router_stats(chosen, real, row_axes=placement.rows, length_axes=placement.length)
-        factors = chosen.weights * routing["expert_scale"][chosen.experts] if self.use_expert_scale else chosen.weights
-        choices = chosen.experts
+        selection = route(self.rule, logits, routing.get("selection_bias"))
+        stats = router_stats(selection, real, row_axes=placement.rows, length_axes=placement.length)
+        factors, choices = selection.weights, selection.experts
+        if self.use_expert_scale:
+            factors = factors * routing["expert_scale"][choices]
         if placement.sequence:
             x, factors, choices, real = jax.lax.all_gather(
                 (x, factors, choices, real), placement.sequence, axis=1, tiled=True
             )
-        y = self._mixed(placement, x, factors, choices, real, experts)
+        y = self._mixed(placement, x, factors, choices, real, weights)
         if placement.sequence:
             y = jax.lax.psum_scatter(y, placement.sequence, scatter_dimension=1, tiled=True)
         elif placement.hidden:
@@ -272,11 +274,11 @@ class MoE(nnx.Module):
         placement: Placement,
         x: jax.Array,
         factors: jax.Array,
-        chosen: jax.Array,
+        choices: jax.Array,
         real: jax.Array,
         weights: dict[str, Weights],
     ) -> jax.Array:
-        """x: [B, T, D]; factors and chosen: [B, T, k]. Returns: [B, T, D], each token's results added up."""
+        """x: [B, T, D]; factors and choices: [B, T, k]. Returns: [B, T, D], each token's results added up."""
         # Factors are float32, and so is what they multiply; the sum over a token's experts too.
         factors, shape = factors[..., None], (*factors.shape, x.shape[-1])
         if self.scale_input:
@@ -286,10 +288,10 @@ class MoE(nnx.Module):
         run = functools.partial(self.experts, weights=weights, placement=placement)
         slots = slots.reshape(-1, x.shape[-1])
         if self.capacity_factor is None:
-            y = dropless(run, slots, chosen, self.num_experts, placement.experts)
+            y = dropless(run, slots, choices, self.num_experts, placement.experts)
         else:
-            room = capacity(self.capacity_factor, x.shape[1], chosen.shape[-1], self.num_experts)
-            places = group_by_capacity(chosen, real, self.num_experts, room)
+            room = capacity(self.capacity_factor, x.shape[1], choices.shape[-1], self.num_experts)
+            places = group_by_capacity(choices, real, self.num_experts, room)
             y = with_capacity(run, slots, places, self.num_experts, placement.experts)
         y = y.reshape(shape).astype(jnp.float32)
         return jnp.sum(y if self.scale_input else y * factors, axis=2).astype(self.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.ops.attention_types import (
     LEAST_MAXIMUM,
@@ -58,6 +59,8 @@ def dot_product_attention(
     if (query_segment_ids is None) != (key_segment_ids is None):
         raise ValueError("give query_segment_ids and key_segment_ids both or neither")
     options = AttentionOptions(float(scale), window, chunk, soft_cap)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
     query, sinks = _grouped(query, key.shape[2], sinks)
     query_tokens = Tokens(query_positions, query_positions, query_segment_ids)
     key_tokens = Tokens(key_positions, key_positions, key_segment_ids)
@@ -93,6 +96,7 @@ def self_attention(
         raise ValueError(f"rows of {query.shape[1]} tokens cannot be cut along mesh axes {live_axes('length')}")
     options = AttentionOptions(float(scale), window, chunk, soft_cap)
     if sinks is not None:
+        # Here, so that devices sum their gradients in float32 too.
         sinks = sinks.astype(jnp.float32)
     if live_axes("activation_heads") != live_axes("activation_kv_heads"):
         # A device must have the key heads that its query heads read.
@@ -152,7 +156,7 @@ def plain_attention(
 ) -> jax.Array:
     """All scores at once: query [B, T, K, G, H], key [B, S, K, H], value [B, S, K, Hv], sinks [K, G] float32.
 
-    The tokens' order may be of each row, [B, T] and [B, S]. Returns: [B, T, K, G, Hv].
+    The tokens' order may be of each row, [B, T] and [B, S]. Returns: [B, T, K, G, Hv], named "context".
     """
     raw = jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=jnp.float32)
     scores = soft_capped(raw * options.scale, options.soft_cap)
@@ -166,7 +170,7 @@ def plain_attention(
     total = total if sinks is None else total + jnp.exp(sinks[..., None] - maximum)
     weights = weights / jnp.where(total == 0.0, 1.0, total)[..., None]
     context = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return context.astype(query.dtype)
+    return checkpoint_name(context.astype(query.dtype), "context")
 
 
 def _ordered_by_tokens(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -200,7 +204,7 @@ KERNELS: Mapping[str, Callable[..., jax.Array]] = {
 
 
 def _grouped(query: jax.Array, num_kv_heads: int, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Query [B, T, N, H] -> [B, T, K, G, H], and sinks [N] -> [K, G] float32."""
+    """Query [B, T, N, H] -> [B, T, K, G, H], and sinks [N] -> [K, G]."""
     batch, length, num_query_heads, head_dim = query.shape
     if num_query_heads % num_kv_heads:
         raise ValueError(f"{num_query_heads} query heads cannot share {num_kv_heads} key heads evenly")
@@ -208,7 +212,7 @@ def _grouped(query: jax.Array, num_kv_heads: int, sinks: jax.Array | None) -> tu
     if sinks is not None:
         if sinks.shape != (num_query_heads,):
             raise ValueError(f"sinks must be one logit per query head, ({num_query_heads},), not {sinks.shape}")
-        sinks = sinks.astype(jnp.float32).reshape(shape)
+        sinks = sinks.reshape(shape)
     return query.reshape(batch, length, *shape, head_dim), sinks
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.ops.attention_types import LEAST_MAXIMUM, AttentionOptions, ContextParallel, Tokens
-from maxlite.ops.flash_attention import flash_backward, flash_forward
+from maxlite.ops.flash_attention import flash_backward, flash_forward, mean_gradient_of, sinks_gradient
 from maxlite.ops.splash_attention import QueryShard
 
 # Of options, query [B, T, K, G, H], key [B, S, K, H], value [B, S, K, Hv], the tokens of both, sinks [K, G]
@@ -87,7 +87,7 @@ def context_attention(
     return kernel(options, query, key, value, query_tokens, key_tokens, sinks, shard=shard)
 
 
-class _Meeting(NamedTuple):
+class _Overlap(NamedTuple):
     """Which of a shard's queries and of another's keys meet, as ranges of tokens, for pairs of shards that do."""
 
     queries: slice
@@ -152,17 +152,17 @@ class _Sharing(NamedTuple):
             for first, last in zip(breaks, [*breaks[1:], len(distances)], strict=True)
         ]
 
-    def meetings(self, steps: range) -> tuple[list[_Meeting | None], np.ndarray]:
-        """The kinds of meetings in these steps, and which of them each device has: [query shard, key shard] int32."""
+    def overlaps(self, steps: range) -> tuple[list[_Overlap | None], np.ndarray]:
+        """The kinds of overlaps in these steps, and which of them each device has: [query shard, key shard] int32."""
         sees, kinds = self.sees(), []
         table = np.zeros((self.num_shards, self.num_shards), np.int32)
         for device in range(self.num_shards):
             for step in steps:
                 pair = sees[device, device - step]
-                meeting = _Meeting(self._range(pair.any(axis=1)), self._range(pair.any(axis=0))) if pair.any() else None
-                if meeting not in kinds:
-                    kinds.append(meeting)
-                table[device, device - step] = kinds.index(meeting)
+                overlap = _Overlap(self._range(pair.any(axis=1)), self._range(pair.any(axis=0))) if pair.any() else None
+                if overlap not in kinds:
+                    kinds.append(overlap)
+                table[device, device - step] = kinds.index(overlap)
         return kinds, table
 
     def _range(self, runs: np.ndarray) -> slice:
@@ -190,11 +190,11 @@ def _ring_forward(
     start = jnp.full((*heads, 1), LEAST_MAXIMUM, jnp.float32) if sinks is None else sinks[..., None]
     normalizer = jnp.broadcast_to(start, (batch, *heads, length))
 
-    def attend(meeting: _Meeting, arrays: tuple, key_tokens: Tokens, state: tuple) -> tuple[tuple, tuple]:
-        key, value = (array[:, meeting.keys] for array in arrays)
-        query_tokens, key_tokens = own_tokens.part(meeting.queries), key_tokens.part(meeting.keys)
-        part = flash_forward(sharing.options, query[:, meeting.queries], key, value, query_tokens, key_tokens, None)
-        return _combined(state, part, meeting.queries), ()
+    def attend(overlap: _Overlap, arrays: tuple, key_tokens: Tokens, state: tuple) -> tuple[tuple, tuple]:
+        key, value = (array[:, overlap.keys] for array in arrays)
+        query_tokens, key_tokens = own_tokens.part(overlap.queries), key_tokens.part(overlap.keys)
+        part = flash_forward(sharing.options, query[:, overlap.queries], key, value, query_tokens, key_tokens, None)
+        return _combined(state, part, overlap.queries), ()
 
     (context, normalizer), _ = _go_round(sharing, ids, attend, (key, value), (context, normalizer), ())
     # Named here, inside the rule, because a policy that saved only the output would still go round again.
@@ -220,12 +220,11 @@ def _ring_backward(sharing: _Sharing, residuals: tuple, context_gradient: jax.Ar
     """Gradients of all arrays; those of keys and values travel with them and come home at the end."""
     query, key, value, ids, sinks, context, normalizer = residuals
     own_tokens = sharing.tokens_of(jax.lax.axis_index(sharing.axes), ids)
-    product = context_gradient.astype(jnp.float32) * context.astype(jnp.float32)
-    mean_gradient = jnp.sum(product, axis=-1).transpose(0, 2, 3, 1)
+    mean_gradient = mean_gradient_of(context, context_gradient)
     zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (query, key, value))
 
-    def attend(meeting: _Meeting, arrays: tuple, key_tokens: Tokens, state: jax.Array) -> tuple[jax.Array, tuple]:
-        queries, keys = meeting
+    def attend(overlap: _Overlap, arrays: tuple, key_tokens: Tokens, state: jax.Array) -> tuple[jax.Array, tuple]:
+        queries, keys = overlap
         query_part, key_part, value_part = flash_backward(
             sharing.options,
             query[:, queries],
@@ -244,8 +243,7 @@ def _ring_backward(sharing: _Sharing, residuals: tuple, context_gradient: jax.Ar
     key_gradient, value_gradient = (
         gradient.astype(array.dtype) for gradient, array in zip(gradients, (key, value), strict=True)
     )
-    # A sink's weight has no value, so no gradient of its own: only the mean is taken away.
-    sink_gradient = None if sinks is None else -jnp.sum(jnp.exp(sinks[..., None] - normalizer) * mean_gradient, (0, 3))
+    sink_gradient = sinks_gradient(sinks, normalizer, mean_gradient)
     return query_gradient.astype(query.dtype), key_gradient, value_gradient, None, sink_gradient
 
 
@@ -257,7 +255,7 @@ def _go_round(
 ) -> tuple[Any, tuple]:
     """Brings the keys and values of every device that this one may see, calls `attend`, and brings sums home.
 
-    attend: (meeting, arrays, their tokens, state) -> (state, what it adds to the sums that belong to the arrays).
+    attend: (overlap, arrays, their tokens, state) -> (state, what it adds to the sums that belong to the arrays).
     zeros: the sums' start.
     Returns: the state, and for this device's arrays the sums of what all devices added.
     """
@@ -271,11 +269,11 @@ def _go_round(
     def meet(steps: range, distance: int | jax.Array, arrays: tuple, state: Any) -> tuple[Any, tuple]:
         """Arrays that have come `distance` devices far, which is one of `steps`."""
         shard = (device - distance) % sharing.num_shards
-        meetings, table = sharing.meetings(steps)
+        overlaps, table = sharing.overlaps(steps)
         key_tokens = sharing.tokens_of(shard, ids)
         branches = [
-            functools.partial(attend, meeting, arrays, key_tokens) if meeting else lambda state: (state, zeros)
-            for meeting in meetings
+            functools.partial(attend, overlap, arrays, key_tokens) if overlap else lambda state: (state, zeros)
+            for overlap in overlaps
         ]
         return jax.lax.switch(jnp.asarray(table)[device, shard], branches, state)
 

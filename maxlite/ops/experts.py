@@ -1,4 +1,4 @@
-"""Rows of tokens sorted by expert, and the product of each row with its own expert's matrix. No token is dropped.
+"""Rows of tokens sorted by expert, and the product of each row with its own expert's matrix.
 
 On TPU and GPU the product is `lax.ragged_dot`. On a CPU XLA computes that one densely, every row with every
 expert; there a loop over the experts multiplies blocks of rows instead. A block may run past the end of its

@@ -112,20 +112,30 @@ def _attention_forward(
 
 def _attention_backward(options: AttentionOptions, residuals: tuple, context_gradient: jax.Array) -> tuple:
     query, key, value, tokens, sinks, context, normalizer = residuals
-    # Row sums of probability times its gradient.
-    product = context_gradient.astype(jnp.float32) * context.astype(jnp.float32)
-    mean_gradient = jnp.sum(product, axis=-1).transpose(0, 2, 3, 1)
+    mean_gradient = mean_gradient_of(context, context_gradient)
     query_tokens, key_tokens = tokens
     gradients = flash_backward(
         options, query, key, value, query_tokens, key_tokens, normalizer, mean_gradient, context_gradient
     )
     gradients = (gradient.astype(array.dtype) for gradient, array in zip(gradients, (query, key, value), strict=True))
-    # A sink's weight has no value, so no gradient of its own: only the mean is taken away.
-    sink_gradient = None if sinks is None else -jnp.sum(jnp.exp(sinks[..., None] - normalizer) * mean_gradient, (0, 3))
-    return *gradients, None, sink_gradient
+    return *gradients, None, sinks_gradient(sinks, normalizer, mean_gradient)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def mean_gradient_of(context: jax.Array, context_gradient: jax.Array) -> jax.Array:
+    """Returns the sum over keys of probability times its gradient, [B, K, G, T] float32; both are [B, T, K, G, Hv]."""
+    product = context_gradient.astype(jnp.float32) * context.astype(jnp.float32)
+    return jnp.sum(product, axis=-1).transpose(0, 2, 3, 1)
+
+
+def sinks_gradient(sinks: jax.Array | None, normalizer: jax.Array, mean_gradient: jax.Array) -> jax.Array | None:
+    """sinks: [K, G] float32; normalizer and mean_gradient: [B, K, G, T], as of flash_backward. Returns: [K, G]."""
+    if sinks is None:
+        return None
+    # A sink's weight has no value, so no gradient of its own: only the mean is taken away.
+    return -jnp.sum(jnp.exp(sinks[..., None] - normalizer) * mean_gradient, (0, 3))
 
 
 def flash_forward(

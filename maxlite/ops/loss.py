@@ -6,8 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxlite.ops.soft_cap import soft_capped
 from maxlite.ops.vocabulary_split import Split, plan_split
-from maxlite.parallel.sharding import axis_size, live_axes, per_device
+from maxlite.parallel.sharding import axis_size, cutting_axes, live_axes, per_device
 
 # How the arguments and the gradients lie on a mesh.
 _HIDDEN_AXES = ("batch", "norm_length", None)
@@ -74,8 +75,7 @@ def _tile_loss(
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array]:
     """Of one tile, kernel [D, V]: (loss, z_loss), logits [B, T, V] after the cap, logsumexp [B, T], targets among V."""
     logits = jnp.einsum("BTD,DV->BTV", tile.x, kernel, preferred_element_type=jnp.float32)
-    if options.soft_cap is not None:
-        logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+    logits = soft_capped(logits, options.soft_cap)
     maximum = split.max_columns(jnp.max(logits, axis=-1))
     total = split.sum_columns(jnp.sum(jnp.exp(logits - maximum[..., None]), axis=-1))
     normalizer = jnp.log(total) + maximum
@@ -103,24 +103,20 @@ def _logits_gradient(
 
 def _plan(x: jax.Array, part: jax.Array, kernel: jax.Array) -> Split:
     """How the devices share the work: x [B, T, D] of all of them, `part` of x and `kernel` of this one."""
-    batch_axes = _cutting(live_axes("batch"), x.shape[0] // part.shape[0])
-    length_axes = [axis for axis in live_axes("norm_length") if axis not in batch_axes]
+    # Mesh axes of the batch do not cut the length, even where they do not divide the batch (`per_device`).
+    of_batch = live_axes("batch")
+    length_axes = tuple(axis for axis in cutting_axes("norm_length", x.shape[1]) if axis not in of_batch)
+    batch_axes = cutting_axes("batch", x.shape[0])
+    parts = tuple(whole // own for whole, own in zip(x.shape[:2], part.shape[:2], strict=True))
+    assert parts == (axis_size(batch_axes), axis_size(length_axes)), f"{parts} parts: {batch_axes}, {length_axes}"
     matrix_axes = live_axes("embed")
     return plan_split(
         part.shape[0] * part.shape[1],
         kernel.shape[1],
         matrix_axes=matrix_axes,
         column_axes=[axis for axis in live_axes("vocab") if axis not in matrix_axes],
-        token_axes=(*batch_axes, *_cutting(tuple(length_axes), x.shape[1] // part.shape[1])),
+        token_axes=(*batch_axes, *length_axes),
     )
-
-
-def _cutting(axes: tuple[str, ...], parts: int) -> tuple[str, ...]:
-    """The mesh axes that cut a dimension into `parts`: fewer than its own where they do not divide it."""
-    while axis_size(axes) > parts:
-        axes = axes[:-1]
-    assert axis_size(axes) == parts, f"a dimension is in {parts} parts, along {axes}"
-    return axes
 
 
 def _tiles(options: _Options, split: Split, tokens: _Tile) -> _Tile:

@@ -12,7 +12,11 @@ LEAST_SUM = 1e-20
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRule:
-    """How scores become a choice of experts; fields mean what the model keys of the same name mean."""
+    """How scores become a choice of experts; fields mean what the model's keys mean.
+
+    Keys of other names: routed_score_func is score_func here, routed_scaling_factor scaling_factor, n_routing_groups
+    num_groups, topk_routing_group topk_group, and router_group_score group_score.
+    """
 
     num_experts_per_tok: int
     score_func: str

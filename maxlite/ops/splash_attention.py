@@ -111,6 +111,8 @@ def _build_kernel(
     options: AttentionOptions, orders: np.ndarray, blocks: _Blocks, interpret: bool
 ) -> SplashAttentionKernel:
     """The kernels of all shards: a tree whose arrays have a leading dimension of the shards."""
+    # Not make_splash_mha: its shards are runs of the row, cut by shard_map from outside, and it evaluates its mask tile
+    # by tile in Python. Here shards have tokens in any order, and a device inside shard_map picks tables by its index.
     orders_padded = np.pad(orders, ((0, 0), (0, -orders.shape[1] % blocks.query)), mode="edge").astype(np.int32)
     seen = _seen_tiles(orders_padded, orders.size, options.reach, blocks)
     tables = _visits(seen)

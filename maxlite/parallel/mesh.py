@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from maxlite.config.degrees import fake_slices, resolve_degrees
 from maxlite.config.schema import MESH_AXES, ParallelConfig
+from maxlite.errors import ConfigError
 
 
 def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -32,14 +33,26 @@ def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device]) -> Mesh:
     ici = resolve_degrees(parallel, "ici", len(devices) // num_slices)
     if fake:
         array = _sliced(devices, dcn, ici)
-    elif num_slices > 1:
-        array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
-    elif devices[0].platform == "tpu":
-        array = mesh_utils.create_device_mesh(ici, devices)
+    elif num_slices > 1 or devices[0].platform == "tpu":
+        array = _along_links(devices, dcn, ici)
     else:
         array = np.array(devices).reshape(ici)
     # jax.make_mesh would make Explicit axes, under which an embedding gather raises; all axes here are Auto.
     return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _along_links(devices: Sequence[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:
+    """Neighbours along an axis are neighbours in the torus where its shape allows that."""
+    try:
+        # Without splitting, an axis must take whole dimensions of the torus: 8 x 2 would not fit one of 4 x 4.
+        if max(dcn) > 1:
+            return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
+        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"The ici degrees {ici} of the axes {', '.join(MESH_AXES)} cannot be laid over the links of these devices "
+            f"({devices[0].device_kind}): {error} Change the degrees."
+        ) from error
 
 
 def _sliced(devices: Sequence[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:

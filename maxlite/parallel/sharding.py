@@ -18,6 +18,8 @@ from maxlite.config.schema import LogicalAxisRules
 from maxlite.parallel.execution import Execution
 
 LogicalAxes = tuple[str | None, ...]
+# Dimensions that may be too small to cut: the rows and tokens of a step of decoding.
+_MAY_BE_WHOLE = ("batch", "length", "norm_length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +117,10 @@ def per_device(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Cal
 
     def run(*arguments: Any) -> Any:
         specs = tuple(_argument_specs(part, axes, context) for part, axes in zip(arguments, in_axes, strict=True))
-        # How results are cut follows from the names alone where the arguments' sizes allowed all of them.
-        shapes = _sizes(arguments, in_axes)
+        # A result's batch and length are those of the arguments, and are cut as these are.
+        sizes = _sizes(arguments, in_axes)
         out_specs = jax.tree.map(
-            lambda axes: _spec_of_sizes([shapes.get(axis) for axis in axes], axes, context), out_axes, is_leaf=_is_axes
+            lambda axes: _spec_of_sizes([sizes.get(axis) for axis in axes], axes, context), out_axes, is_leaf=_is_axes
         )
         # Kernels and loops below mix what differs between devices with constants, which jax's check would refuse.
         mapped = jax.shard_map(function, mesh=context.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
@@ -137,10 +139,8 @@ def live_axes(axis: str) -> tuple[str, ...]:
 
 def cutting_axes(axis: str, size: int) -> tuple[str, ...]:
     """Returns those of `live_axes` along which a batch or a length of this size is cut: the first that divide it."""
-    axes = live_axes(axis)
-    while axes and size % axis_size(axes):
-        axes = axes[:-1]
-    return axes
+    context = _CONTEXT.get()
+    return () if context is None else _dividing(live_axes(axis), size, context.mesh)
 
 
 def axis_size(axes: Iterable[str]) -> int:
@@ -162,12 +162,13 @@ def _argument_specs(argument: Any, axes: Any, context: _Context) -> Any:
 
 
 def _sizes(arguments: tuple[Any, ...], in_axes: tuple[Any, ...]) -> dict[str | None, int]:
-    """Size of each logical axis that an argument has."""
+    """Size of each of _MAY_BE_WHOLE that an argument has."""
     sizes: dict[str | None, int] = {}
     for argument, axes in zip(arguments, in_axes, strict=True):
         if argument is not None:
             named = zip(jax.tree.leaves(axes, is_leaf=_is_axes), jax.tree.leaves(argument), strict=True)
-            sizes |= {name: size for names, array in named for name, size in zip(names, array.shape, strict=True)}
+            pairs = [pair for names, array in named for pair in zip(names, array.shape, strict=True)]
+            sizes |= {name: size for name, size in pairs if name in _MAY_BE_WHOLE}
     return sizes
 
 
@@ -180,17 +181,21 @@ def _spec_of_sizes(sizes: list[int | None], axes: tuple[str | None, ...], contex
     """The spec by the rules, without the mesh axes that do not divide a batch or a length: one row, one token."""
     entries: list[Any] = list(partition_spec(axes, context.rules))
     for place, (size, name) in enumerate(zip(sizes, axes, strict=True)):
-        if place < len(entries) and name in ("batch", "length", "norm_length") and size is not None:
-            entries[place] = _dividing(entries[place], size, context.mesh)
+        if place < len(entries) and name in _MAY_BE_WHOLE and size is not None:
+            entries[place] = _dividing(entry_axes(entries[place]), size, context.mesh) or None
     return PartitionSpec(*entries)
 
 
-def _dividing(entry: Any, size: int, mesh: Mesh) -> Any:
+def _dividing(axes: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
     """The longest beginning of these mesh axes that cuts `size` into equal parts."""
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    while axes and size % num_parts(axes, mesh):
+    while size % num_parts(axes, mesh):
         axes = axes[:-1]
-    return axes or None
+    return axes
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec: a name, a tuple of names, or None."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def shardings_of(shapes: Any, axes: Mapping[str, Any], mesh: Mesh, rules: LogicalAxisRules) -> tuple[Any, list[str]]:
@@ -214,7 +219,7 @@ def indivisible(
 ) -> Iterator[str]:
     """Yields a message for each dimension of `shape` that its mesh axes do not divide."""
     for size, name, entry in zip(shape, names, partition_spec(names, rules), strict=False):
-        axes = (entry,) if isinstance(entry, str) else (entry or ())
+        axes = entry_axes(entry)
         if size % num_parts(axes, mesh):
             yield (
                 f"{what}: dimension {name} of size {size} is not divided by mesh axes {describe_axes(axes, mesh)}; "

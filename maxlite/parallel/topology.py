@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxlite.errors import ConfigError
 
-GIB = 2**30
+_GIB = 2**30
 _CORES_A_CHIP = 2
 
 
@@ -38,28 +38,41 @@ class DeviceSpec:
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """name: XLA's. counts_cores: its slices are named by cores. sizes: largest slice, in chips. flat: a 2-D torus."""
+    """name: XLA's. counts_cores: its slices are named by cores. flat: a 2-D torus. largest: slice, in chips.
+
+    chip_config: how XLA is to use the cores of a chip, by its name for it; None leaves that to XLA.
+    """
 
     name: str
     spec: DeviceSpec
     counts_cores: bool
     flat: bool
     largest: int
-    devices_a_chip: int = 1
     chip_config: str | None = None
 
 
 _GENERATIONS = {
     # Two cores of a v4 chip work as one device, as runs on it have them.
     "v4": _Generation(
-        "v4", DeviceSpec(int(30.75 * GIB), 1228e9, 50e9, 6.25e9), True, False, 2048, chip_config="megacore"
+        "v4",
+        DeviceSpec(int(30.75 * _GIB), 1228e9, 50e9, 6.25e9),
+        counts_cores=True,
+        flat=False,
+        largest=2048,
+        chip_config="megacore",
     ),
-    "v5e": _Generation("v5e", DeviceSpec(int(15.75 * GIB), 819e9, 50e9, 3.125e9), False, True, 256),
-    "v5p": _Generation("v5p", DeviceSpec(int(95.74 * GIB), 2765e9, 100e9, 6.25e9), True, False, 4096),
-    "v6e": _Generation("v6e", DeviceSpec(int(31.25 * GIB), 1638e9, 100e9, 12.5e9), False, True, 256),
+    "v5e": _Generation(
+        "v5e", DeviceSpec(int(15.75 * _GIB), 819e9, 50e9, 3.125e9), counts_cores=False, flat=True, largest=256
+    ),
+    "v5p": _Generation(
+        "v5p", DeviceSpec(int(95.74 * _GIB), 2765e9, 100e9, 6.25e9), counts_cores=True, flat=False, largest=4096
+    ),
+    "v6e": _Generation(
+        "v6e", DeviceSpec(int(31.25 * _GIB), 1638e9, 100e9, 12.5e9), counts_cores=False, flat=True, largest=256
+    ),
     # Of all of these a core has half of its chip's.
     "tpu7x": _Generation(
-        "tpu7x", DeviceSpec(int(94.75 * GIB), 3690e9, 50e9, 6.25e9), True, False, 4096, devices_a_chip=2
+        "tpu7x", DeviceSpec(int(94.75 * _GIB), 3690e9, 50e9, 6.25e9), counts_cores=True, flat=False, largest=4096
     ),
 }
 
@@ -72,7 +85,6 @@ class Topology:
     shape: chips along each dimension of a slice's torus. wraps: whether the ends of a dimension are linked.
     """
 
-    name: str
     num_slices: int
     shape: tuple[int, ...]
     wraps: tuple[bool, ...]
@@ -143,7 +155,7 @@ def build_topology(name: str, num_slices: int) -> Topology:
         wrap=(*wraps, False)[:3],
         **options,
     )
-    return Topology(name, num_slices, shape, wraps, description.devices, generation.spec)
+    return Topology(num_slices, shape, wraps, description.devices, generation.spec)
 
 
 @contextlib.contextmanager
@@ -153,12 +165,12 @@ def without_compile_cache() -> Iterator[None]:
     enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
     jax.config.update("jax_enable_compilation_cache", False)
     # jax asks the setting once and remembers the answer.
-    compilation_cache.reset_cache()
+    reset_cache()
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
+        reset_cache()
 
 
 def _wraps(shape: tuple[int, ...], flat: bool) -> list[bool]:

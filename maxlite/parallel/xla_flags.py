@@ -11,7 +11,19 @@ from maxlite.config.schema import CompileConfig
 from maxlite.errors import ConfigError
 from maxlite.parallel.topology import without_compile_cache
 
-Options = dict[str, Any]
+
+class Options(dict[str, Any]):
+    """Flags of the step, name -> value."""
+
+    def __init__(self) -> None:
+        """No flags. sources: name -> key of the config that the flag came from."""
+        super().__init__()
+        self.sources: dict[str, str] = {}
+
+    def add(self, source: str, flags: Mapping[str, Any]) -> None:
+        """Sets flags that come from the key `source`; a later one replaces an earlier of its name."""
+        self.update(flags)
+        self.sources |= dict.fromkeys(flags, source)
 
 
 class _Preset(NamedTuple):
@@ -59,14 +71,14 @@ def compiler_options(section: CompileConfig, platform: str) -> Options:
     Raises:
         ConfigError: no such preset, it is another platform's, or a flag is not written --name=value.
     """
-    options: Options = {}
-    if section.xla_flags_preset is not None:
-        options |= _preset(section.xla_flags_preset, platform)
+    options, preset = Options(), section.xla_flags_preset
+    if preset is not None:
+        options.add(f"xla_flags_preset={preset}", _preset(preset, platform))
     for text in (section.compile_xla_flags or "").split():
         name, equals, value = text.removeprefix("--").partition("=")
         if not text.startswith("--") or not name or not equals:
             raise ConfigError(f"compile_xla_flags: {text} is not written --name=value.")
-        options[name] = _value(value)
+        options.add("compile_xla_flags", {name: _value(value)})
     return options
 
 
@@ -74,7 +86,7 @@ def check_options(options: Options, device: jax.Device) -> None:
     """Compiles next to nothing with the flags, so that a wrong one is found before a long compile.
 
     Raises:
-        ConfigError: names the flag that the compiler refuses.
+        ConfigError: names the flag that the compiler refuses, and the key that it came from.
     """
     if not options:
         return
@@ -87,7 +99,7 @@ def check_options(options: Options, device: jax.Device) -> None:
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0].partition(": ")[2] or str(error)
             raise ConfigError(
-                f"compile_xla_flags: the compiler for {device.platform} refuses --{name}={value}: {reason}"
+                f"{options.sources[name]}: the compiler for {device.platform} refuses --{name}={value}: {reason}"
             ) from error
 
 

@@ -11,20 +11,24 @@ import json
 import os
 import pathlib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib.version
 
 # jax has no public door to an executable that it did not compile itself, but the entries of its compile cache are
-# such: here it is given a cache of one entry.
+# such: here it is given a cache of one entry. Only resetting the cache is public; neither the form of an entry nor a
+# cache other than a folder is.
 from jax._src import compilation_cache
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxlite.errors import ConfigError
 
 _HEADER, _PROGRAM = "header.json", "program.bin"
-_FORMAT = 1
+_FORMAT = 2
+# Of jax, while it reads from the cache of one entry.
+_SETTINGS = ("jax_enable_compilation_cache", "jax_raise_persistent_cache_errors")
 # What must be the same, and what to say of it.
 _MEANINGS = {
     "format": "version of the file",
@@ -33,12 +37,21 @@ _MEANINGS = {
     "platform": "platform",
     "device_kind": "kind of device",
     "num_devices": "number of devices",
+    "flags": "set of compiler flags",
     "program": "program (the config, or the code that made it)",
 }
 
 
-def write_step(path: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> int:
+def write_step(
+    path: str,
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh,
+    options: Mapping[str, Any],
+) -> int:
     """Writes a compiled step; an existing file is replaced. Returns its size in bytes.
+
+    options: flags of the compiler that it was compiled with, name -> value.
 
     Raises:
         ConfigError: the path can't be written.
@@ -51,7 +64,7 @@ def write_step(path: str, lowered: jax.stages.Lowered, compiled: jax.stages.Comp
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            archive.writestr(_HEADER, json.dumps(_header(lowered, mesh)))
+            archive.writestr(_HEADER, json.dumps(_header(lowered, mesh, options)))
             archive.writestr(_PROGRAM, program)
         os.replace(part, target)
     except OSError as error:
@@ -59,13 +72,17 @@ def write_step(path: str, lowered: jax.stages.Lowered, compiled: jax.stages.Comp
     return target.stat().st_size
 
 
-def read_step(path: str, lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
+def read_step(
+    path: str, lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, options: Mapping[str, Any]
+) -> jax.stages.Compiled:
     """Returns the step in `path`, ready to run.
 
     lowered: the same step, traced here for this mesh, and not compiled in this process before.
+    options: flags of the compiler that this run asks for, name -> value.
 
     Raises:
-        ConfigError: there is no such file, or it is of another program, version or kind of device.
+        ConfigError: there is no such file, or it is of another program, version, kind of device or set
+            of flags.
     """
     try:
         with zipfile.ZipFile(pathlib.Path(path).expanduser()) as archive:
@@ -77,14 +94,14 @@ def read_step(path: str, lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -
         ) from error
     except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise ConfigError(f"compiled_trainstep_file={path} is no compiled step: {error}.") from error
-    _check(path, header, _header(lowered, mesh))
+    _check(path, header, _header(lowered, mesh, options))
     with _cache_of(program) as cache:
         compiled = lowered.compile()
     assert cache.served == 1, "the file's program was not asked for"
     return compiled
 
 
-def _header(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def _header(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, options: Mapping[str, Any]) -> dict[str, Any]:
     devices: Sequence[jax.Device] = list(mesh.devices.flat)
     return {
         "format": _FORMAT,
@@ -93,6 +110,8 @@ def _header(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> dict[str, A
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "num_devices": len(devices),
+        # They change the executable, and the traced program does not show them.
+        "flags": " ".join(f"--{name}={json.dumps(options[name])}" for name in sorted(options)) or "none",
         "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
     }
 
@@ -108,9 +127,6 @@ def _check(path: str, header: dict[str, Any], here: dict[str, Any]) -> None:
             f"compiled_trainstep_file={path} is of another {'; another '.join(differing)}. Compile it again with this "
             "config on this version, or leave the key away."
         )
-
-
-_SETTINGS = ("jax_enable_compilation_cache", "jax_raise_persistent_cache_errors")
 
 
 class _OneEntry:
@@ -136,7 +152,8 @@ def _cache_of(program: bytes) -> Iterator[_OneEntry]:
     # jax declares its settings where a type checker does not see them.
     enabled, errors = (getattr(jax.config, name) for name in _SETTINGS)
     jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
+    # jax looks at the setting once, and again after this.
+    reset_cache()
     compilation_cache._cache = cache
     # An entry that can't be loaded is an error and no reason to compile.
     jax.config.update("jax_raise_persistent_cache_errors", True)
@@ -145,4 +162,4 @@ def _cache_of(program: bytes) -> Iterator[_OneEntry]:
     finally:
         jax.config.update("jax_raise_persistent_cache_errors", errors)
         jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
+        reset_cache()

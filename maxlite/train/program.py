@@ -2,14 +2,21 @@
 
 from pathlib import Path
 
+import jax
+
 from maxlite.checkpoint.run_directory import RunDirectory
 from maxlite.config.schema import MetricsConfig
 from maxlite.errors import CheckpointError
 from maxlite.train.setup import Setup
 
 
-def dump_programs(metrics: MetricsConfig, setup: Setup, directory: RunDirectory) -> None:
-    """Writes `jaxpr/train_step.txt` and `hlo/train_step.txt` (before and after XLA's passes) as the keys ask."""
+def dump_programs(
+    metrics: MetricsConfig, setup: Setup, directory: RunDirectory, compiled: jax.stages.Compiled | None
+) -> None:
+    """Writes `jaxpr/train_step.txt` and `hlo/train_step.txt` (before and after XLA's passes) as the keys ask.
+
+    compiled: the step, where a file had it already.
+    """
     if not (metrics.dump_hlo or metrics.dump_jaxpr):
         return
     traced = setup.train_step.trace(setup.abstract, setup.abstract_batch)
@@ -18,7 +25,7 @@ def dump_programs(metrics: MetricsConfig, setup: Setup, directory: RunDirectory)
     if metrics.dump_hlo:
         lowered = traced.lower()
         _write(directory.hlo / "train_step.before_optimizations.txt", lowered.as_text())
-        _write(directory.hlo / "train_step.txt", lowered.compile().as_text() or "")
+        _write(directory.hlo / "train_step.txt", (compiled or lowered.compile()).as_text() or "")
 
 
 def _write(path: Path, text: str) -> None:

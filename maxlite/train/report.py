@@ -14,7 +14,7 @@ from maxlite.metrics.profiler import StepProfiler
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.rates import StepTiming, device_memory_gib, step_tags
 from maxlite.metrics.writers import MetricsWriter
-from maxlite.model.pipeline import build_schedule
+from maxlite.model.pipeline import build_pipeline_schedule
 from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts
 from maxlite.train.kernels import kernel_lines
 from maxlite.train.setup import GIB, Setup, describe_mesh
@@ -128,12 +128,13 @@ def _pipeline_lines(config: Config, setup: Setup) -> list[str]:
     lines = []
     for group in layer_groups(config.model):
         keys = config.parallel
-        schedule = build_schedule(
+        schedule = build_pipeline_schedule(
             stages, group.repeats, keys.num_pipeline_microbatches, keys.num_layers_per_pipeline_stage
         )
         rounds = schedule.rounds(group.repeats)
+        ways = "1 round" if rounds == 1 else f"{rounds} rounds"
         lines.append(
-            f"Pipeline of {group.repeats} x {len(group.pattern)} layers: {stages} stages, {rounds} rounds, "
+            f"Pipeline of {group.repeats} x {len(group.pattern)} layers: {stages} stages, {ways}, "
             f"{schedule.microbatches} micro-batches, bubble {schedule.bubble(group.repeats):.1%}"
         )
     return lines

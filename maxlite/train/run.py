@@ -20,6 +20,7 @@ from maxlite.metrics.progress import Progress
 from maxlite.metrics.writers import MetricsWriter
 from maxlite.parallel.devices import prepare_jax
 from maxlite.parallel.sharding import use_mesh
+from maxlite.parallel.xla_flags import compiler_options
 from maxlite.train.compiled_step import read_step
 from maxlite.train.loop import Loop
 from maxlite.train.program import dump_programs
@@ -88,8 +89,11 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
             _keep_files(config, directory)
         with MetricsWriter(directory.path, config.metrics, start) as writer:
             writer.describe_run(start, dump_config(config), setup.model.num_parameters)
-            dump_programs(config.metrics, setup, directory)
-            setup = _with_compiled_step(config, setup, progress)
+            compiled = _compiled_step(config, setup)
+            dump_programs(config.metrics, setup, directory, compiled)
+            if compiled is not None:
+                progress.line(f"Compiled step from {config.compile.compiled_trainstep_file}")
+                setup = dataclasses.replace(setup, train_step=compiled)
             loop = Loop(config, setup, dataset, Reporter(config, setup, directory.path, progress, writer))
             save = _saving(checkpointer, dataset) if config.checkpoint.enable_checkpointing else None
             try:
@@ -102,14 +106,13 @@ def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:
         return TrainResult(directory.path, setup, dataset, state.params, done)
 
 
-def _with_compiled_step(config: Config, setup: Setup, progress: Progress) -> Setup:
+def _compiled_step(config: Config, setup: Setup) -> jax.stages.Compiled | None:
+    """The step in compiled_trainstep_file; None leaves compiling to the first step."""
     path = config.compile.compiled_trainstep_file
     if path is None:
-        return setup
-    lowered = setup.train_step.lower(setup.abstract, setup.abstract_batch)
-    compiled = read_step(path, lowered, setup.mesh)
-    progress.line(f"Compiled step from {path}")
-    return dataclasses.replace(setup, train_step=compiled)
+        return None
+    options = compiler_options(config.compile, setup.devices[0].platform)
+    return read_step(path, setup.train_step.lower(setup.abstract, setup.abstract_batch), setup.mesh, options)
 
 
 def _keep_files(config: Config, directory: RunDirectory) -> None:

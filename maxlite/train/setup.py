@@ -105,7 +105,7 @@ def build_setup(config: Config, devices: Sequence[jax.Device] | None = None) -> 
         train_step=jax.jit(
             step, donate_argnums=0, out_shardings=(shardings.rest, None), compiler_options=options or None
         ),
-        eval_step=jax.jit(build_eval_step(loss)),
+        eval_step=jax.jit(build_eval_step(loss, config.train.gradient_accumulation_steps)),
         place=functools.partial(_place, row_order(config.parallel, mesh, shape[1]), batch_sharding),
     )
 

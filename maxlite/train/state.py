@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import LogicalAxisRules
 from maxlite.model.build import Model
-from maxlite.parallel.sharding import num_parts
+from maxlite.parallel.sharding import entry_axes, num_parts
 
 HOST_MEMORY = "pinned_host"
 
@@ -79,12 +79,14 @@ def state_shardings(
 
 def split_over_data(sharding: NamedSharding, shape: jax.ShapeDtypeStruct) -> NamedSharding:
     """Cuts the first dimension that the data axis divides into parts for it; a leaf without one stays as it is."""
+    if any("data" in entry_axes(entry) for entry in sharding.spec):
+        return sharding
     spec = list(sharding.spec) + [None] * (len(shape.shape) - len(sharding.spec))
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "a mesh of devices"
     for dim, entry in enumerate(spec):
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        if "data" not in axes and shape.shape[dim] % num_parts((*axes, "data"), mesh) == 0:
+        axes = entry_axes(entry)
+        if shape.shape[dim] % num_parts((*axes, "data"), mesh) == 0:
             spec[dim] = (*axes, "data")
             return NamedSharding(mesh, PartitionSpec(*spec))
     return sharding

@@ -197,10 +197,19 @@ def _split_rows(batch: Batch, micro_batches: int) -> Batch:
     return jax.tree.map(lambda x: x.reshape(-1, micro_batches, x.shape[1]).swapaxes(0, 1), batch)
 
 
-def build_eval_step(loss: LossFunction) -> Callable[[Any, Batch], LossSums]:
-    """Returns `step(params, batch)`: the sums over the batch, to be added up over batches on the host."""
+def build_eval_step(loss: LossFunction, micro_batches: int = 1) -> Callable[[Any, Batch], LossSums]:
+    """Returns `step(params, batch)`: the sums over the batch, to be added up over batches on the host.
+
+    micro_batches: as in training, so that an evaluation needs no more memory at once than a step.
+    """
+
+    def sums(params: Any, batch: Batch) -> LossSums:
+        return loss(params, batch, Scales(jnp.float32(1), jnp.float32(1)))
 
     def eval_step(params: Any, batch: Batch) -> LossSums:
-        return loss(params, batch, Scales(jnp.float32(1), jnp.float32(1)))
+        if micro_batches == 1:
+            return sums(params, batch)
+        parts = jax.lax.map(lambda part: sums(params, part), _split_rows(batch, micro_batches))
+        return jax.tree.map(lambda part: jnp.sum(part, axis=0), parts)
 
     return eval_step

@@ -12,16 +12,16 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from maxlite.config.load import load_config
-from maxlite.parallel.sharding import use_mesh
-from maxlite.parallel.topology import build_topology, without_compile_cache
-from maxlite.train.setup import build_setup
+from maxlite.estimate.compile import build_target, compile_train_step
 
 DEFAULTS = {
     "dtype": "bfloat16",
@@ -34,33 +34,29 @@ BUFFER = re.compile(r"^\s*\S+\(\s*\d+%\);\s*(\S+);\s*\d+;\s*\d+; (.*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled step, what the compiler wrote about its memory, and the CPU seconds of tracing and compiling."""
+    """A compiled step, the CPU seconds of tracing and compiling it, and what the compiler wrote about its memory."""
 
     program: jax.stages.Compiled
+    seconds: float
     report: str
     assignment: str
-    trace_seconds: float
-    compile_seconds: float
 
 
-def compile_step(overrides: list[str], topology: str) -> Compiled:
-    """Compiles the step of this config for a slice."""
-    devices = build_topology(topology, 1).devices
-    setup = build_setup(load_config("base.yml", overrides), devices)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        use_mesh(setup.mesh, setup.rules, execution=setup.execution),
-        without_compile_cache(),
-    ):
-        start = time.process_time()
-        lowered = setup.train_step.lower(setup.abstract, setup.abstract_batch)
-        traced = time.process_time()
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": "train_step"}
-        program = lowered.compile(compiler_options=options)
-        done = time.process_time()
-        (report,) = pathlib.Path(folder).glob("*memory-usage-report.txt")
-        (assignment,) = pathlib.Path(folder).glob("*after_optimizations-buffer-assignment.txt")
-        return Compiled(program, report.read_text(), assignment.read_text(), traced - start, done - traced)
+def compile_step(values: dict[str, str]) -> Compiled:
+    """Compiles the step of this config."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{values.get('compile_xla_flags', '')} --xla_dump_to={folder}"
+        overrides = [f"{name}={value}" for name, value in (values | {"compile_xla_flags": flags}).items()]
+        config = load_config("base.yml", overrides)
+        target, began = build_target(config), time.process_time()
+        _, program = compile_train_step(config, target)
+        seconds = time.process_time() - began
+        if program.compiled is None:
+            sys.exit(program.refusal)
+        # Small programs that try out the flags are dumped too.
+        (report,) = pathlib.Path(folder).glob("*train_step*memory-usage-report.txt")
+        (assignment,) = pathlib.Path(folder).glob("*train_step*after_optimizations-buffer-assignment.txt")
+        return Compiled(program.compiled, seconds, report.read_text(), assignment.read_text())
 
 
 def largest_buffers(report: str, count: int) -> Iterator[str]:
@@ -82,9 +78,9 @@ def main() -> None:
     parser.add_argument("--buffers", type=int, default=12)
     arguments, keys = parser.parse_known_args()
     values = DEFAULTS | dict(text.split("=", 1) for text in keys)
-    values |= {"model": arguments.model, "remat_policy": arguments.remat_policy}
-    compiled = compile_step([f"{name}={value}" for name, value in values.items()], arguments.topology)
-    memory = compiled.program.memory_analysis()
+    values |= {"model": arguments.model, "remat_policy": arguments.remat_policy, "compile_topology": arguments.topology}
+    compiled = compile_step(values)
+    memory: Any = compiled.program.memory_analysis()
     block = max(int(size) for size in re.findall(r"size (\d+), preallocated-temp", compiled.assignment))
     figures = {
         "arguments_gb": memory.argument_size_in_bytes / 1e9,
@@ -93,8 +89,7 @@ def main() -> None:
         "peak_gb": memory.peak_memory_in_bytes / 1e9,
         "host_arguments_gb": memory.host_argument_size_in_bytes / 1e9,
         "host_temp_gb": memory.host_temp_size_in_bytes / 1e9,
-        "trace_cpu_s": compiled.trace_seconds,
-        "compile_cpu_s": compiled.compile_seconds,
+        "compile_cpu_s": compiled.seconds,
     }
     print(json.dumps({"config": values, **{name: round(value, 2) for name, value in figures.items()}}))
     for line in largest_buffers(compiled.report, arguments.buffers):

@@ -110,6 +110,8 @@ BROKEN = {
             ["logical_axis_rules", "fspd", "data, stage, fsdp, context, expert, tensor"],
         ),
         (["logical_axis_rules=[[embed, [fsdp, fsdp]]]"], ["logical_axis_rules", "embed", "twice"]),
+        (["logical_axis_rules=[[embed, [fsdp]], [vocab, [tensor, fsdp]]]"], ["vocab and embed", "fsdp", "apart"]),
+        (["logical_axis_rules=[[batch, [fsdp]], [length, [fsdp]]]"], ["batch and length", "fsdp"]),
     ],
     "check_capacity": [
         (

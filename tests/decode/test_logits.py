@@ -1,14 +1,19 @@
 """The logits file: what is in it, and what is left when it can't be written."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxlite.decode.logits import check_writable, write_logits
+from maxlite.decode.model import rules_for_rows
 from maxlite.decode.prompts import Prompt
 from maxlite.errors import ConfigError
 from maxlite.model.build import build_model
+from maxlite.parallel.mesh import build_mesh
+from maxlite.parallel.sharding import use_mesh
 
 PROMPTS = [Prompt(None, (9, 8, 7)), Prompt(None, (5, 4, 3, 2, 1, 11, 12, 13)), Prompt(None, (1,))]
 
@@ -32,6 +37,26 @@ def test_holds_the_logits_of_a_plain_forward_pass(tiny, tmp_path):
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, model.logits(params, hidden)[0], atol=2e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["logits.npz"]
+
+
+@pytest.mark.parametrize("degrees", ["context=2", "expert=2", "pipeline=2", "tensor=2"])
+def test_a_mesh_gives_the_logits_of_one_device(tiny, tiny_config, tmp_path, degrees):
+    model, params = tiny
+    axis, size = degrees.split("=")
+    config = tiny_config("ici_fsdp_parallelism=1", f"ici_{axis}_parallelism={size}")
+    mesh = build_mesh(config.parallel, jax.devices()[:2])
+    params = jax.jit(model.unstack)(params)
+    found = {}
+    for name, context in {
+        "one": contextlib.nullcontext(),
+        "mesh": use_mesh(mesh, rules_for_rows(config, mesh, 1)),
+    }.items():
+        with context:
+            write_logits(str(tmp_path / f"{name}.npz"), model, params, PROMPTS)
+        with np.load(tmp_path / f"{name}.npz") as file:
+            found[name] = [file[key] for key in sorted(file)]
+    for got, expected in zip(found["mesh"], found["one"], strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tiny, tmp_path, monkeypatch):

@@ -99,6 +99,7 @@ def test_seeds(tiny_run, decode):
         (["ici_fsdp_parallelism=8"], "prompt_ids=" + ";".join(f"{n},5" for n in range(8))),
         (["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"], PROMPTS),
         (["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"], PROMPTS + ";2,3"),
+        (["ici_pipeline_parallelism=2", "ici_context_parallelism=4", "ici_fsdp_parallelism=1"], PROMPTS),
     ],
 )
 def test_a_mesh_draws_the_ids_of_one_device(tiny_run, decode, degrees, prompts):

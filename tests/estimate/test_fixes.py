@@ -1,6 +1,8 @@
 import pytest
 
+from maxlite.config.check_remat import remat_tensors
 from maxlite.config.layers import layer_specs
+from maxlite.config.load import load_config, model_names
 from maxlite.estimate.fixes import HOST_BANDWIDTH, Need, cheapest_fixes, kept_bytes, tensor_widths
 from maxlite.estimate.memory import device_bytes
 from maxlite.train.setup import build_setup
@@ -52,3 +54,24 @@ def test_what_a_policy_keeps(fixes):
     assert kept_bytes(config, setup) == 2 * 32 * 2 * (4 + 2 + 2) * 16 * 4
     widths = tensor_widths(config.model, layer_specs(config.model)[0])
     assert widths["mlpwi_0"] == config.model.mlp_dim and widths["out_proj"] == config.model.emb_dim
+
+
+@pytest.mark.parametrize("name", ["default", *model_names()])
+def test_every_tensor_that_a_policy_can_keep_has_a_width(name):
+    model = load_config("base.yml", [f"model={name}", "smoke=true"], {}).model
+    widths = [tensor_widths(model, spec) for spec in layer_specs(model)]
+    assert {key for row in widths for key in row} == set(remat_tensors(model))
+    assert all(width > 0 for row in widths for width in row.values())
+
+
+def test_widths_of_other_mixers_and_of_experts():
+    model = load_config("base.yml", ["model=qwen3-next-80b-a3b"], {}).model
+    delta, full = (next(s for s in layer_specs(model) if s.attention == kind) for kind in ("gated_delta_net", "full"))
+    widths = tensor_widths(model, delta)
+    assert (widths["query_proj"], widths["value_proj"], widths["gate_proj"]) == (16 * 128, 32 * 128, 32 * 128 + 2 * 32)
+    assert tensor_widths(model, full)["gate_proj"] == 16 * 256
+    assert (widths["mlpwi_0"], widths["moe_mlpwi_0"], widths["moe_mlpwo"]) == (512, 10 * 512, 10 * 2048)
+    model = load_config("base.yml", ["model=deepseek3-671b"], {}).model
+    widths = tensor_widths(model, layer_specs(model)[-1])
+    assert (widths["query_wa_proj"], widths["kv_wa_proj"]) == (1536, 512 + 64)
+    assert (widths["query_proj"], widths["context"]) == (128 * 192, 128 * 128)

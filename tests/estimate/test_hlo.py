@@ -40,7 +40,7 @@ def compiled_text(mesh, weights, batch):
 
 
 def summed(collectives):
-    return Counter((c.kind, c.axes, tuple(loop.trips for loop in c.loops)) for c in collectives)
+    return Counter((c.kind, c.axes, c.loops) for c in collectives)
 
 
 def test_fully_sharded_weights_are_gathered_in_each_turn_of_the_layers_loop():
@@ -50,7 +50,7 @@ def test_fully_sharded_weights_are_gathered_in_each_turn_of_the_layers_loop():
     collectives = Program(text).collectives(layout_of(mesh))
     gathers = [c for c in collectives if c.kind == "all-gather"]
     # Forward up and down, backward up and down; none outside the loop.
-    assert {tuple(loop.trips for loop in c.loops) for c in gathers} == {(LAYERS,)}
+    assert {c.loops for c in gathers} == {(LAYERS,)}
     assert sum(c.times for c in gathers) in (3 * LAYERS, 4 * LAYERS)
     assert all(c.axes == ("fsdp",) and c.group_size == 8 for c in gathers)
     for gather in gathers:
@@ -191,7 +191,7 @@ def test_trip_counts_are_read_from_the_note_or_the_condition(start, note, trips)
         f"ROOT %w = (s32[], f32[8]{{0}}) while(%carried), condition=%cond, body=%body{note}",
     )
     (reduced,) = collectives_of(text)
-    assert [loop.trips for loop in reduced.loops] == [trips]
+    assert reduced.loops == (trips,)
     assert reduced.times == (trips or 1)
     assert reduced.axes == ("fsdp", "tensor") and reduced.sent == 2 * 32 * 7 // 8
 
@@ -206,7 +206,7 @@ def test_loops_in_loops_multiply():
         "ROOT %w = (s32[], f32[8]{0}) while(%carried), condition=%outer_cond, body=%outer_body",
     )
     (reduced,) = collectives_of(text)
-    assert [loop.trips for loop in reduced.loops] == [5, 3] and reduced.times == 15
+    assert reduced.loops == (5, 3) and reduced.times == 15
 
 
 INNER_LOOP = """%two = s32[] constant(2)

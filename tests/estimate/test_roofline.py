@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxlite.estimate.hlo import Collective, Loop
+from maxlite.estimate.hlo import Collective
 from maxlite.estimate.roofline import Rates, build_roofline, crosses_slices, link_bandwidth, mfu_bound
 from maxlite.parallel.topology import DeviceSpec
 
@@ -18,8 +18,7 @@ DEVICES = [device(x, y, number) for number in (0, 1) for x in (0, 1) for y in (0
 
 
 def collective(kind, groups, payload=80, trips=()):
-    loops = tuple(Loop("body", count) for count in trips)
-    return Collective("c", kind, (), payload, groups, (), loops, "")
+    return Collective(kind, payload, groups, (), trips)
 
 
 def rates(wraps=(False, False)):

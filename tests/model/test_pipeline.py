@@ -10,27 +10,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import MESH_AXES
 from maxlite.model.build import build_model
-from maxlite.model.pipeline import Schedule, build_schedule, run_pipeline
+from maxlite.model.pipeline import PipelineSchedule, build_pipeline_schedule, run_pipeline
 from maxlite.nn.attention import AttentionContext
 from maxlite.nn.rotary import rotary_tables, rotations
 from maxlite.parallel.sharding import constrain, per_device, use_mesh
 
-RULES = (
-    ("batch", ("data", "fsdp", "expert")),
-    ("length", ("context",)),
-    ("norm_length", ("context", "tensor")),
-    ("embed", ("fsdp", "context", "expert")),
-    ("mlp", ("tensor",)),
-    ("heads", ("tensor",)),
-    ("kv_heads", ("tensor",)),
-    ("vocab", ("tensor",)),
-    ("layers", ("stage",)),
-    ("activation_heads", ("tensor",)),
-    ("activation_kv_heads", ("tensor",)),
-    ("activation_mlp", ("tensor",)),
-)
 ROWS, LENGTH, DIM, HIDDEN = 8, 8, 16, 24
 remat = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@pytest.fixture(scope="module")
+def rules(tiny_config):
+    return tiny_config().parallel.logical_axis_rules
 
 
 def mesh_of(**degrees):
@@ -95,7 +86,7 @@ def pipelined(schedule, run=pattern, wrap=remat):
     return lambda params, x, context: run_pipeline(run, params, x, context, schedule, wrap)
 
 
-def compiled(mesh, schedule, repeats, run=pattern):
+def compiled(rules, mesh, schedule, repeats, run=pattern):
     """The compiled step on a mesh, and its arguments where they belong."""
     params, x, context = inputs(repeats)
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert")))
@@ -108,28 +99,28 @@ def compiled(mesh, schedule, repeats, run=pattern):
         {"positions": rows, "segment_ids": None},
     )
     arguments = jax.device_put((params, x, context), shardings)
-    with use_mesh(mesh, RULES):
+    with use_mesh(mesh, rules):
         step = jax.jit(results(pipelined(schedule, run)), out_shardings=(None, shardings[:2]))
         return step.lower(*arguments).compile(), arguments
 
 
 def test_schedule_counts_rounds_ticks_and_bubble():
-    schedule = Schedule(stages=4, microbatches=8, layers_per_stage=2)
+    schedule = PipelineSchedule(stages=4, microbatches=8, layers_per_stage=2)
     assert (schedule.rounds(32), schedule.ticks(32)) == (4, 35)
     assert schedule.bubble(32) == pytest.approx((4 - 1) / (4 - 1 + 8 * 4))
-    assert build_schedule(4, 32, None, None) == Schedule(4, 4, 8)
-    assert build_schedule(4, 32, 8, 1) == Schedule(4, 8, 1)
+    assert build_pipeline_schedule(4, 32, None, None) == PipelineSchedule(4, 4, 8)
+    assert build_pipeline_schedule(4, 32, 8, 1) == PipelineSchedule(4, 8, 1)
 
 
 SCHEDULES = [
-    (Schedule(1, 2, 1), 4),
-    (Schedule(2, 1, 2), 4),
-    (Schedule(2, 4, 1), 6),
-    (Schedule(4, 2, 1), 4),
-    (Schedule(4, 4, 1), 8),
-    (Schedule(4, 8, 2), 8),
-    (Schedule(3, 4, 1), 6),
-    (Schedule(3, 8, 2), 12),
+    (PipelineSchedule(1, 2, 1), 4),
+    (PipelineSchedule(2, 1, 2), 4),
+    (PipelineSchedule(2, 4, 1), 6),
+    (PipelineSchedule(4, 2, 1), 4),
+    (PipelineSchedule(4, 4, 1), 8),
+    (PipelineSchedule(4, 8, 2), 8),
+    (PipelineSchedule(3, 4, 1), 6),
+    (PipelineSchedule(3, 8, 2), 12),
 ]
 
 
@@ -140,23 +131,23 @@ def test_any_schedule_equals_one_layer_after_the_other(schedule, repeats):
 
 
 MESHES = [
-    ({"stage": 2, "data": 2}, Schedule(2, 4, 1), 8),
-    ({"stage": 4}, Schedule(4, 4, 1), 8),
-    ({"stage": 4, "data": 2}, Schedule(4, 2, 2), 8),
-    ({"stage": 2, "fsdp": 2, "tensor": 2}, Schedule(2, 2, 2), 8),
-    ({"stage": 2, "expert": 2, "context": 2}, Schedule(2, 4, 4), 8),
+    ({"stage": 2, "data": 2}, PipelineSchedule(2, 4, 1), 8),
+    ({"stage": 4}, PipelineSchedule(4, 4, 1), 8),
+    ({"stage": 4, "data": 2}, PipelineSchedule(4, 2, 2), 8),
+    ({"stage": 2, "fsdp": 2, "tensor": 2}, PipelineSchedule(2, 2, 2), 8),
+    ({"stage": 2, "expert": 2, "context": 2}, PipelineSchedule(2, 4, 4), 8),
 ]
 
 
 @pytest.mark.parametrize(("degrees", "schedule", "repeats"), MESHES)
-def test_stages_on_devices_give_the_same(degrees, schedule, repeats):
-    step, arguments = compiled(mesh_of(**degrees), schedule, repeats)
+def test_stages_on_devices_give_the_same(rules, degrees, schedule, repeats):
+    step, arguments = compiled(rules, mesh_of(**degrees), schedule, repeats)
     assert_equal(step(*arguments), sequential_results(repeats))
 
 
 @pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (4, 2), (4, 3), (4, 4), (4, 6), (8, 6)])
-def test_layers_are_dealt_in_their_order(stages, rounds):
-    """Each layer adds its number to ten times what it gets; so the result spells the order."""
+def test_layers_are_dealt_in_their_order(rules, stages, rounds):
+    """Each layer adds its number to twice what it gets; so the result spells the order."""
 
     def spell(x, weights, context):
         return x * 2 + weights, None
@@ -164,9 +155,9 @@ def test_layers_are_dealt_in_their_order(stages, rounds):
     repeats = stages * rounds
     numbers = np.arange(repeats, dtype=np.float32) % 7
     mesh = mesh_of(stage=stages)
-    with use_mesh(mesh, RULES):
+    with use_mesh(mesh, rules):
         numbers_there = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("stage")))
-        run = jax.jit(lambda params, x: pipelined(Schedule(stages, stages, 1), spell)(params, x, None)[0])
+        run = jax.jit(lambda params, x: pipelined(PipelineSchedule(stages, stages, 1), spell)(params, x, None)[0])
         x = run(numbers_there, np.zeros((stages, 1, 1), np.float32))
     expected = sum(number * 2.0 ** (repeats - 1 - layer) for layer, number in enumerate(numbers))
     np.testing.assert_allclose(x, expected, rtol=1e-6)
@@ -188,10 +179,10 @@ def without_stats(x, weights, context):
 
 
 @pytest.mark.parametrize("layers_per_stage", [1, 4])
-def test_stages_exchange_rows_and_no_weights(layers_per_stage):
+def test_stages_exchange_rows_and_no_weights(rules, layers_per_stage):
     mesh = mesh_of(data=2, stage=2)
-    schedule = Schedule(2, 4, layers_per_stage)
-    step, _ = compiled(mesh, schedule, 8, without_stats)
+    schedule = PipelineSchedule(2, 4, layers_per_stage)
+    step, _ = compiled(rules, mesh, schedule, 8, without_stats)
     rows = f"1,1,{LENGTH},{DIM}"
     weights = {f"{layers_per_stage},{DIM},{HIDDEN}", f"{layers_per_stage},{HIDDEN},{DIM}"}
     exchanged = set()
@@ -208,13 +199,13 @@ def test_stages_exchange_rows_and_no_weights(layers_per_stage):
 def test_program_does_not_grow_with_ticks():
     def size(microbatches):
         params, x, context = inputs(4, rows=2 * microbatches)
-        step = jax.jit(results(pipelined(Schedule(2, microbatches, 1))))
+        step = jax.jit(results(pipelined(PipelineSchedule(2, microbatches, 1))))
         return len(step.lower(params, x, context).as_text().splitlines())
 
     assert size(4) == size(16)
 
 
-@pytest.mark.parametrize(("schedule", "repeats"), [(Schedule(2, 4, 2), 4), (Schedule(2, 4, 2), 8)])
+@pytest.mark.parametrize(("schedule", "repeats"), [(PipelineSchedule(2, 4, 2), 4), (PipelineSchedule(2, 4, 2), 8)])
 def test_backward_pass_keeps_one_input_a_layer_and_no_weights(schedule, repeats):
     params, x, context = inputs(repeats)
     run = pipelined(schedule, without_stats)
@@ -233,7 +224,7 @@ def test_gradients_of_microbatches_sum_up_in_float32(layers_per_stage):
     """512 times one; in bfloat16, 256 + 1 is 256."""
 
     def total(params, x):
-        run = pipelined(Schedule(2, 512, layers_per_stage), lambda x, weight, _: (x + weight, None))
+        run = pipelined(PipelineSchedule(2, 512, layers_per_stage), lambda x, weight, _: (x + weight, None))
         return jnp.sum(run(params, x, None)[0])
 
     gradient = jax.jit(jax.grad(total))(np.zeros(4, jnp.bfloat16), np.zeros((512, 1, 1), np.float32))
@@ -250,7 +241,7 @@ def ring_sum(x, y):
     return x + total
 
 
-def test_layers_may_be_per_device_programs_with_collectives():
+def test_layers_may_be_per_device_programs_with_collectives(rules):
     def mlp(x, up, down, positions):
         up = jax.lax.all_gather(up, "fsdp", axis=0, tiled=True)
         hidden = jnp.tanh(jnp.einsum("btd,df->btf", x, up) + positions[..., None])
@@ -263,7 +254,7 @@ def test_layers_may_be_per_device_programs_with_collectives():
         x = x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True))
         return x, {"load": jnp.sum(jnp.abs(x), (0, 1)), "rows": jnp.sum(x[:, 0])}
 
-    step, arguments = compiled(mesh_of(stage=2, fsdp=2, tensor=2), Schedule(2, 4, 1), 8, run)
+    step, arguments = compiled(rules, mesh_of(stage=2, fsdp=2, tensor=2), PipelineSchedule(2, 4, 1), 8, run)
     assert_equal(step(*arguments), sequential_results(8))
 
 
@@ -278,8 +269,9 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "degrees", "keys"), MODELS)
-def test_real_layers_give_the_same(tiny_config, noisy_params, overrides, degrees, keys):
+def test_real_layers_give_the_same(tiny_config, noisy_params, rules, overrides, degrees, keys):
     config = tiny_config("emb_dim=32", "mlp_dim=48", "head_dim=8", *overrides)
     model = build_model(config.model, config.compute)
     random = np.random.default_rng(1)
@@ -299,10 +291,10 @@ def test_real_layers_give_the_same(tiny_config, noisy_params, overrides, degrees
     expected = jax.jit(results(functools.partial(sequential, run)))(params, x, context)
     mesh = mesh_of(**degrees)
     repeats = jax.tree.leaves(params)[0].shape[0]
-    schedule = build_schedule(mesh.shape["stage"], repeats, *keys)
-    with use_mesh(mesh, RULES):
+    schedule = build_pipeline_schedule(mesh.shape["stage"], repeats, *keys)
+    with use_mesh(mesh, rules):
         rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert")))
-        shardings = (model.shardings(mesh, RULES)["group_0"]["layers"], rows, jax.tree.map(lambda _: rows, context))
+        shardings = (model.shardings(mesh, rules)["group_0"]["layers"], rows, jax.tree.map(lambda _: rows, context))
         arguments = jax.device_put((params, x, context), shardings)
         step = jax.jit(results(pipelined(schedule, run)), out_shardings=(None, shardings[:2]))
         assert_equal(step(*arguments), expected)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxlite.config.check_remat import remat_tensors
 from maxlite.config.layers import LayerSpec
@@ -18,6 +18,8 @@ from maxlite.model.build import build_model
 from maxlite.model.remat import OFFLOADED_NAMES, SAVED_NAMES, kept_names, rematerialize
 from maxlite.nn.attention import AttentionContext
 from maxlite.nn.rotary import rotary_tables, rotations
+from maxlite.parallel.execution import Execution
+from maxlite.parallel.sharding import use_mesh
 from maxlite.parallel.topology import build_topology, without_compile_cache
 
 QKV = {"query_proj", "key_proj", "value_proj"}
@@ -89,6 +91,18 @@ def test_a_policy_keeps_what_it_names_and_nothing_else(policy, tiny_config):
     assert set(names) == KEPT[policy]
     # The context comes with its logsumexp; all else is kept once.
     assert len(names) == len(set(names)) + ("context" in names)
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "dot_product"])
+@pytest.mark.parametrize(
+    "overrides", [("remat_policy=minimal_with_context",), ("remat_policy=custom", "context=device")]
+)
+def test_kernels_in_plain_jax_name_their_context(kernel, overrides, tiny_config):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with use_mesh(mesh, (), execution=Execution(kernels={"full": kernel})):
+        lines = saved_residuals(tiny_config, *overrides)
+    shapes = [line.split()[0] for line in lines if "named 'context'" in line]
+    assert ("f32[1,8,2,2,8]" in shapes) and len(shapes) == {"blockwise": 2, "dot_product": 1}[kernel], lines
 
 
 @pytest.mark.parametrize(("policy", "count"), [("qkv_proj_offloaded", 3), ("minimal_offloaded", 6)])

@@ -1,12 +1,14 @@
 """Chunked cross entropy: values and gradients against a float64 reference, and which matmuls the program holds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxlite.config.schema import MESH_AXES
+from maxlite.config.schema import MESH_AXES, LogicalAxisRules
 from maxlite.ops.loss import chunked_cross_entropy
 from maxlite.parallel.sharding import use_mesh
 
@@ -128,18 +130,15 @@ def mesh_of(sizes: dict[str, int]) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def on_mesh(sizes: dict[str, int], function, *arguments):
-    """Runs a jitted function on a mesh of 8 devices with these axes, by rules as base.yml has them."""
-    with use_mesh(mesh_of(sizes), RULES):
+@pytest.fixture(scope="module")
+def rules(tiny_config) -> LogicalAxisRules:
+    return tiny_config().parallel.logical_axis_rules
+
+
+def on_mesh(rules: LogicalAxisRules, sizes: dict[str, int], function, *arguments):
+    """Runs a jitted function on a mesh of 8 devices with these axes."""
+    with use_mesh(mesh_of(sizes), rules):
         return jax.jit(function)(*arguments)
-
-
-RULES = (
-    ("batch", ("data", "fsdp", "expert")),
-    ("norm_length", ("context", "tensor")),
-    ("embed", ("fsdp", "context", "expert")),
-    ("vocab", ("tensor",)),
-)
 
 
 def large_problem(length: int = 12, vocab: int = 96) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -177,25 +176,24 @@ def losses_and_gradients(num_tiles: int, targets: jax.Array, weights: jax.Array)
     ],
     ids=str,
 )
-def test_any_mesh_gives_what_one_device_gives(sizes: dict[str, int], length: int, vocab: int):
+def test_any_mesh_gives_what_one_device_gives(rules, sizes: dict[str, int], length: int, vocab: int):
     x, unembedding, targets, weights = large_problem(length, vocab)
     function = losses_and_gradients(3, targets, weights)
-    expected, found = jax.jit(function)(x, unembedding), on_mesh(sizes, function, x, unembedding)
+    expected, found = jax.jit(function)(x, unembedding), on_mesh(rules, sizes, function, x, unembedding)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
-    evaluated = on_mesh(
-        sizes, lambda *a: chunked_cross_entropy(*a, num_tiles=2, z_loss_multiplier=0.1, soft_cap=5.0), x, unembedding,
-        targets, weights,
-    )  # fmt: skip
+    options = {"num_tiles": 2, "z_loss_multiplier": 0.1, "soft_cap": 5.0}
+    evaluate = functools.partial(chunked_cross_entropy, **options)
+    evaluated = on_mesh(rules, sizes, evaluate, x, unembedding, targets, weights)
     np.testing.assert_allclose(evaluated, expected[0][1], rtol=1e-5)
 
 
-def test_no_device_has_all_of_the_matrix_or_its_gradient():
+def test_no_device_has_all_of_the_matrix_or_its_gradient(rules):
     # Two tokens a device and 1,024 words: as cheap to move tokens as it gets.
     x, unembedding, targets, weights = large_problem(2, 1024)
     function = losses_and_gradients(1, targets, weights)
     mesh = mesh_of({"fsdp": 8})
     arranged = NamedSharding(mesh, PartitionSpec("fsdp"))
-    with use_mesh(mesh, RULES):
+    with use_mesh(mesh, rules):
         program = jax.jit(function, in_shardings=arranged, out_shardings=(None, arranged)).lower(x, unembedding)
     text = program.compile().as_text()
     assert "[16,128]" in text and "[16,1024]" not in text and "all-to-all" in text

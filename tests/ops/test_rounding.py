@@ -1,4 +1,4 @@
-"""Rounding of weights against numpy's own bfloat16, and what the TPU compiler makes of it."""
+"""Rounding of weights against numpy's own conversions."""
 
 import jax
 import jax.numpy as jnp

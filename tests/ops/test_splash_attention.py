@@ -11,7 +11,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.ops import splash_attention as module
-from maxlite.ops.attention_segments import chunk_segments, num_segments
 from maxlite.ops.attention_types import AttentionOptions, Tokens
 from maxlite.ops.splash_attention import QueryShard, splash_attention
 from maxlite.parallel.topology import build_topology
@@ -183,20 +182,6 @@ def test_tables_visit_the_tiles_that_the_library_visits(reach):
 def test_tiles_fit_the_row():
     sizes = {1: 128, 200: 128, 512: 512, 640: 128, 700: 256, 4096: 512, 4224: 512, 5000: 512}
     assert {length: module._block(length) for length in sizes} == sizes
-
-
-def test_chunks_become_segments():
-    positions, segment_ids = jnp.asarray([[0, 1, 2, 3, 4, 0, 1, 2, 0]]), jnp.asarray([[1, 1, 1, 1, 1, 2, 2, 2, 0]])
-    ids = np.asarray(chunk_segments(Tokens(None, positions, segment_ids), 2, 9))[0]
-    same = ids[:, None] == ids
-    wanted = np.asarray(positions[0])[:, None] // 2 == np.asarray(positions[0]) // 2
-    wanted &= np.asarray(segment_ids[0])[:, None] == np.asarray(segment_ids[0])
-    np.testing.assert_array_equal(same, wanted)
-    assert ids[-1] == 0 and ids.max() < num_segments(9, 2)
-    assert chunk_segments(Tokens(None, positions, None), None, 9) is None
-    # A row whose first position is not 0 has a chunk more.
-    ids = np.asarray(chunk_segments(Tokens(None, 1 + jnp.arange(4)[None], None), 2, 4))[0]
-    assert (np.diff(ids) != 0).tolist() == [True, False, True] and ids[0] != ids[3] and ids.min() > 0
 
 
 @pytest.fixture

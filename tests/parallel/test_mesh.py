@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import AxisType
 
 from maxlite.config.degrees import resolve_degrees
+from maxlite.config.load import load_config, mesh_names
 from maxlite.errors import ConfigError
 from maxlite.parallel.mesh import build_mesh
+from maxlite.parallel.topology import build_topology
 
 
 def parallel_of(tiny_config, **degrees):
@@ -119,6 +121,23 @@ def test_fake_devices_lie_as_those_of_real_slices(tiny_config, monkeypatch, degr
     real, fake = made
     # Within a slice the order is the network's affair; which slice a place of the mesh is in must agree.
     np.testing.assert_array_equal(real // 4, fake // 4)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", mesh_names())
+@pytest.mark.parametrize(("topology", "slices"), [("v6e-256", 1), ("v5p-128", 1), ("v5e-16", 2)])
+def test_presets_fit_the_links_of_real_slices(name, topology, slices):
+    config = load_config("base.yml", [f"mesh={name}"], {})
+    if name == "pipeline-slices" and slices == 1:
+        pytest.skip("a pipeline of one stage is no pipeline")
+    devices = build_topology(topology, slices).devices
+    assert build_mesh(config.parallel, devices).size == len(devices)
+
+
+@pytest.mark.tpu
+def test_an_axis_may_take_a_part_of_a_dimension_of_the_torus(tiny_config):
+    devices = build_topology("v5e-16", 1).devices
+    assert build_mesh(parallel_of(tiny_config, ici_fsdp=8, ici_tensor=2), devices).shape["fsdp"] == 8
 
 
 def test_degrees_of_a_level(tiny_config):

@@ -51,15 +51,27 @@ def test_a_preset_of_another_platform_is_refused():
         compiler_options(section(preset=next(iter(PRESETS))), "cpu")
 
 
-@pytest.mark.parametrize("flag", [{"xla_no_such_flag": True}, {"xla_cpu_enable_fast_math": "perhaps"}])
+@pytest.mark.parametrize("flag", ["xla_no_such_flag=true", "xla_cpu_enable_fast_math=perhaps"])
 def test_what_the_compiler_refuses_is_named_and_ends_no_process(flag):
-    (name,) = flag
-    with pytest.raises(ConfigError, match=f"refuses --{name}=.*: .*{name}"):
-        check_options({"xla_cpu_enable_fast_math": False, **flag}, jax.devices()[0])
+    name = flag.partition("=")[0]
+    options = compiler_options(section(f"--xla_embed_ir_in_executable=false --{flag}"), "cpu")
+    with pytest.raises(ConfigError, match=f"^compile_xla_flags: .*refuses --{name}=.*: .*{name}"):
+        check_options(options, jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"), [(None, "xla_flags_preset=sync_collectives"), ("--{}=perhaps", "compile_xla_flags")]
+)
+def test_a_refused_flag_is_blamed_on_the_key_that_it_came_from(flags, key):
+    flag = next(iter(PRESETS["sync_collectives"].flags))
+    options = compiler_options(section(flags and flags.format(flag), "sync_collectives"), "tpu")
+    # The compiler for CPUs knows no flag of TPUs.
+    with pytest.raises(ConfigError, match=f"^{key}: the compiler for cpu refuses --{flag}="):
+        check_options(options, jax.devices()[0])
 
 
 def test_flags_that_the_compiler_knows_are_accepted():
-    check_options({"xla_cpu_enable_fast_math": False}, jax.devices()[0])
+    check_options(compiler_options(section("--xla_cpu_enable_fast_math=false"), "cpu"), jax.devices()[0])
 
 
 def compiled_for(topology, options, width=512, tensor=4):
@@ -119,4 +131,4 @@ def test_large_products_send_no_pieces_round_without_collective_matmul():
 def test_the_tpu_compiler_refuses_a_flag_by_name():
     device = build_topology("v5e-4", 1).devices[0]
     with pytest.raises(ConfigError, match=r"refuses --xla_tpu_no_such_flag=1: .*xla_tpu_no_such_flag"):
-        check_options({"xla_tpu_no_such_flag": 1}, device)
+        check_options(compiler_options(section("--xla_tpu_no_such_flag=1"), "tpu"), device)

@@ -22,6 +22,7 @@ from maxlite.config.load import load_config
 from maxlite.data.batch import Batch
 from maxlite.parallel.devices import prepare_jax
 from maxlite.parallel.sharding import use_mesh
+from maxlite.parallel.xla_flags import compiler_options
 from maxlite.train.compiled_step import read_step, write_step
 from maxlite.train.setup import build_setup
 from maxlite.train.state import init_state
@@ -30,6 +31,7 @@ mode, path, *overrides = sys.argv[1:]
 config = load_config("base.yml", overrides, {})
 prepare_jax(config.run)
 setup = build_setup(config)
+options = compiler_options(config.compile, "cpu")
 compiled_here = []
 import jax._src.compiler as compiler
 inner = compiler.backend_compile_and_load
@@ -41,9 +43,9 @@ with use_mesh(setup.mesh, setup.rules, config.compute.matmul_precision, setup.ex
     lowered = setup.train_step.lower(setup.abstract, setup.abstract_batch)
     if mode == "write":
         step = lowered.compile()
-        write_step(path, lowered, step, setup.mesh)
+        write_step(path, lowered, step, setup.mesh, options)
     else:
-        step = read_step(path, lowered, setup.mesh)
+        step = read_step(path, lowered, setup.mesh, options)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
     start = jax.jit(lambda key: init_state(setup.model, setup.optimizer, key), out_shardings=shardings)
     state = start(jax.random.key(0))
@@ -109,13 +111,13 @@ def doubling():
 def saved(tmp_path):
     lowered = doubling()
     path = tmp_path / "folder" / "double.bin"
-    assert write_step(str(path), lowered, lowered.compile(), MESH) == path.stat().st_size
+    assert write_step(str(path), lowered, lowered.compile(), MESH, {}) == path.stat().st_size
     return path, lowered
 
 
 def test_a_program_comes_back(saved):
     path, _ = saved
-    assert read_step(str(path), doubling(), MESH)(jnp.arange(3.0)).tolist() == [0, 2, 4]
+    assert read_step(str(path), doubling(), MESH, {})(jnp.arange(3.0)).tolist() == [0, 2, 4]
     assert [file.name for file in path.parent.iterdir()] == ["double.bin"]
 
 
@@ -136,23 +138,35 @@ def test_a_file_of_another_kind_is_refused(saved, field, value, message):
         archive.writestr("header.json", json.dumps(header | {field: value}))
         archive.writestr("program.bin", program)
     with pytest.raises(ConfigError, match=message):
-        read_step(str(path), lowered, MESH)
+        read_step(str(path), lowered, MESH, {})
 
 
 def test_another_program_is_refused(saved):
     path, _ = saved
     other = jax.jit(lambda x: x * 3).lower(jnp.ones(3))
     with pytest.raises(ConfigError, match="another program"):
-        read_step(str(path), other, MESH)
+        read_step(str(path), other, MESH, {})
+
+
+def test_a_program_of_other_flags_is_refused(saved):
+    path, lowered = saved
+    with pytest.raises(
+        ConfigError, match="another set of compiler flags: none in the file, --xla_a=true --xla_b=3 here"
+    ):
+        read_step(str(path), lowered, MESH, {"xla_b": 3, "xla_a": True})
+    write_step(str(path), lowered, lowered.compile(), MESH, {"xla_b": 3, "xla_a": True})
+    read_step(str(path), doubling(), MESH, {"xla_a": True, "xla_b": 3})
+    with pytest.raises(ConfigError, match="--xla_a=true --xla_b=3 in the file, --xla_b=3 here"):
+        read_step(str(path), lowered, MESH, {"xla_b": 3})
 
 
 def test_what_is_no_compiled_step_is_refused(saved):
     path, lowered = saved
     path.write_bytes(b"text")
     with pytest.raises(ConfigError, match="is no compiled step"):
-        read_step(str(path), lowered, MESH)
+        read_step(str(path), lowered, MESH, {})
     with pytest.raises(ConfigError, match="does not exist; write it"):
-        read_step(str(path.with_name("none.bin")), lowered, MESH)
+        read_step(str(path.with_name("none.bin")), lowered, MESH, {})
     path.parent.joinpath("file").write_text("")
     with pytest.raises(ConfigError, match="can't be written"):
-        write_step(str(path.parent / "file" / "step.bin"), lowered, lowered.compile(), MESH)
+        write_step(str(path.parent / "file" / "step.bin"), lowered, lowered.compile(), MESH, {})

@@ -110,14 +110,7 @@ MESHES = {
     "unrolled, stage x tensor": "ici_pipeline=2 ici_tensor=2 scan_layers=false",
 }
 # What the default suite runs; the whole table is run by CI.
-QUICK = {
-    ("dense", "fsdp x tensor"),
-    ("dense", "ring x tensor"),
-    ("moe", "expert x fsdp x tensor"),
-    ("moe", "context x expert x data"),
-    ("mla", "stage x fsdp x tensor"),
-    ("mla", "two slices, data x fsdp"),
-}
+QUICK = {("dense", "ring x tensor"), ("moe", "expert x fsdp x tensor"), ("mla", "stage x fsdp x tensor")}
 CASES = [
     pytest.param(model, mesh, marks=() if (model, mesh) in QUICK else pytest.mark.slow, id=f"{model}: {mesh}")
     for model in MODELS

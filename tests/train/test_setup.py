@@ -69,7 +69,7 @@ def test_the_mesh_the_kernels_and_the_pipeline_are_said(tiny_config):
     assert "Num_devices: 8, shape (1, 2, 2, 1, 1, 2): stage=2 fsdp=2 tensor=2 on cpu" in text
     assert "Attention of local, full layers: blockwise (plain JAX, tile by tile, on cpu)" in text
     # Two repeats of two layers on two stages: one round of two micro-batches, three ticks, one of them idle.
-    assert "Pipeline of 2 x 2 layers: 2 stages, 1 rounds, 2 micro-batches, bubble 33.3%" in text
+    assert "Pipeline of 2 x 2 layers: 2 stages, 1 round, 2 micro-batches, bubble 33.3%" in text
     assert "max_target_length=31 is not divided by tensor=2: norms are not split over the sequence" in text
 
 
