@@ -75,7 +75,8 @@ def _optimizer_fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]:
     if moments < parameters / 4:
         return
     if optimizer.opt_type == "adamw" and "bfloat16" not in (optimizer.mu_dtype, config.compute.weight_dtype):
-        yield Fix("mu_dtype=bfloat16", parameters / 2, 0.0, "the first moment in half the bytes")
+        # Of two moments, both float32, the first is half.
+        yield Fix("mu_dtype=bfloat16", moments / 4, 0.0, "the first moment in half the bytes")
     if data > 1 and not config.parallel.shard_optimizer_over_data:
         saved = moments * (1 - 1 / data)
         yield Fix("shard_optimizer_over_data=true", saved, need.gather, "ZeRO-1: updated parameters are gathered")
@@ -93,7 +94,9 @@ def _activation_fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]
     if policy != "full":
         saved = min(kept_bytes(config, setup), activations)
         yield Fix("remat_policy=full", saved, need.compute / 3, f"now {policy}: layers are computed twice")
-    if here % 2 == 0:
+    stages = num_parts(mesh_axes("layers", setup.rules), setup.mesh)
+    pipelined = (config.parallel.num_pipeline_microbatches or stages) if stages > 1 else 1
+    if here % (2 * pipelined) == 0:
         yield Fix(
             f"gradient_accumulation_steps={2 * parts}",
             activations / 2 - (gradients if parts == 1 else 0),

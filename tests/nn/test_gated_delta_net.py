@@ -93,7 +93,7 @@ def test_layer_is_the_reference_and_documents_do_not_touch(tiny_config, segments
     assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize("lengths", [(9, 9), (6, 9), (1, 4)])
+@pytest.mark.parametrize("lengths", [pytest.param((9, 9), marks=pytest.mark.slow), (6, 9), (1, 4)])
 def test_a_cache_continues_where_padded_prompts_end(tiny_config, lengths):
     """Prompts of unequal lengths, in parts of 4 and 5 tokens and padded on the right; then token by token."""
     layer, model = build(tiny_config)

@@ -283,7 +283,11 @@ def assert_equal(results, expected):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("name", MESHES)
+# The others are run by CI.
+QUICK = ("expert, tensor, fsdp", "context, expert, data")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MESHES])
 def test_on_a_mesh(name, tiny_config):
     degrees, overrides = MESHES[name]
     rules = tiny_config().parallel.logical_axis_rules
@@ -321,7 +325,7 @@ def test_rows_and_lengths_that_a_mesh_does_not_divide(shape, tiny_config):
     assert_equal(results, expected)
 
 
-@pytest.mark.parametrize("way", ["scan", "stages"])
+@pytest.mark.parametrize("way", [pytest.param("scan", marks=pytest.mark.slow), "stages"])
 def test_within_checkpoints_scans_and_stages(way, tiny_config):
     rules = tiny_config().parallel.logical_axis_rules
     graphdef, first = nnx.split(build(tiny_config, *GPT_OSS)[0])

@@ -91,6 +91,7 @@ def run(environment, mode, path, *more):
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow
 def test_another_process_trains_with_the_file_and_compiles_no_step(process_environment, tmp_path):
     path = tmp_path / "step.bin"
     code, written, errors = run(process_environment, "write", path)

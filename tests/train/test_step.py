@@ -140,7 +140,7 @@ def test_a_step_changes_no_dtype_of_the_state(tiny_config, weight_dtype, parts):
     assert {str(value.dtype) for value in metrics.values()} == {"float32"}
 
 
-@pytest.mark.parametrize("tiles", [1, 3, 8])
+@pytest.mark.parametrize("tiles", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_number_of_tiles_changes_no_loss_and_no_gradient(tiny_config, tiles):
     batch = make_batch([32, 9])
     _, _, step, state = build_parts(tiny_config("num_vocab_tiling=1"))
