@@ -50,10 +50,11 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
         mesh = build_mesh(config.parallel, run_devices(config.run))
         model = build_decode_model(config)
         notes = sys.stderr if json_output else sys.stdout
-        shardings = model.shardings(mesh, rules_for_rows(config, mesh, 1))
+        rules = rules_for_rows(config, mesh, 1)
+        shardings = model.shardings(mesh, rules)
         params = model.take_apart(load_parameters(path, model, shardings, notes))
         if config.decode.logits_path is not None:
-            with use_mesh(mesh, rules_for_rows(config, mesh, 1), config.compute.matmul_precision):
+            with use_mesh(mesh, rules, config.compute.matmul_precision):
                 write_logits(config.decode.logits_path, model, params, prompts)
             print(f"Logits of {len(prompts)} prompts: {config.decode.logits_path}", file=notes)
         writer = (JsonWriter if json_output else TextWriter)(sys.stdout, build_tokenizer(config.data))

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from maxlite.config.layers import LayerSpec, attention_head_dim, attention_kv_heads, layer_specs
 from maxlite.config.schema import Config, ModelConfig
-from maxlite.estimate.memory import device_bytes
 from maxlite.model.remat import kept_names
 from maxlite.parallel.sharding import mesh_axes, num_parts
-from maxlite.train.setup import Setup
+from maxlite.train.setup import Setup, pipeline_microbatches
+from maxlite.train.state import device_bytes
 
 # Between a device and its host, over PCIe: bytes per second, about.
 HOST_BANDWIDTH = 16e9
@@ -94,9 +94,7 @@ def _activation_fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]
     if policy != "full":
         saved = min(kept_bytes(config, setup), activations)
         yield Fix("remat_policy=full", saved, need.compute / 3, f"now {policy}: layers are computed twice")
-    stages = num_parts(mesh_axes("layers", setup.rules), setup.mesh)
-    pipelined = (config.parallel.num_pipeline_microbatches or stages) if stages > 1 else 1
-    if here % (2 * pipelined) == 0:
+    if here % (2 * pipeline_microbatches(config.parallel, setup.mesh)) == 0:
         yield Fix(
             f"gradient_accumulation_steps={2 * parts}",
             activations / 2 - (gradients if parts == 1 else 0),

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
+from maxlite.parallel.devices import slice_of
+
 Groups = tuple[tuple[int, ...], ...]
 
 # [4,2]<=[2,4]T(1,0): the numbers 0 .. n-1 in the shape on the right, transposed, then cut into rows.
@@ -52,7 +54,7 @@ class Layout:
 def layout_of(mesh: jax.sharding.Mesh) -> Layout:
     """Returns the layout of a mesh of real, fake or absent devices."""
     devices = list(mesh.devices.flat)
-    slices = tuple(getattr(device, "slice_index", 0) or 0 for device in devices)
+    slices = tuple(slice_of(device) for device in devices)
     return Layout(dict(mesh.shape), tuple(device.id for device in devices), slices)
 
 

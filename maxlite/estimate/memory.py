@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from maxlite.estimate.zero import StateBytes
-from maxlite.train.state import HOST_MEMORY, TrainState
+from maxlite.train.state import TrainState
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _AMOUNT = r"([\d.]+)([BKMGT])?"
@@ -52,16 +52,6 @@ def program_memory(compiled: jax.stages.Compiled) -> ProgramMemory:
     )
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of ShapeDtypeStructs with shardings; what waits on the host is left out."""
-    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
-
-
-def host_bytes(tree: Any) -> int:
-    """Bytes that one device's part takes of the host's memory."""
-    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if _on_host(leaf))
-
-
 def whole_state(state: TrainState) -> StateBytes:
     """Bytes of a state over all devices; gradients are as large as the parameters."""
     parameters = _bytes(state.params)
@@ -79,11 +69,3 @@ def bytes_needed(message: str) -> float | None:
 
 def _bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _shard_bytes(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _on_host(leaf: Any) -> bool:
-    return leaf.sharding.memory_kind == HOST_MEMORY

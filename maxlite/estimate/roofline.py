@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from maxlite.estimate.hlo import Collective
+from maxlite.parallel.devices import slice_of
 from maxlite.parallel.topology import DeviceSpec
 
 
@@ -82,7 +83,7 @@ def _seconds(collective: Collective, devices: Sequence[jax.Device], rates: Rates
     rounds = 2 if collective.kind == "all-reduce" else 1
     on_links = rounds * collective.payload * (inside - 1) / inside
     on_network = rounds * collective.payload * (num_slices - 1) / num_slices / inside
-    members = [device for device in group if _slice(devices[device]) == slices[0]]
+    members = [device for device in group if slice_of(devices[device]) == slices[0]]
     bandwidth = link_bandwidth([devices[member] for member in members], rates)
     return on_links / bandwidth, on_network / spec.network_bandwidth
 
@@ -113,9 +114,5 @@ def _ring(collective: Collective) -> set[int]:
     return found
 
 
-def _slice(device: jax.Device) -> int:
-    return getattr(device, "slice_index", 0) or 0
-
-
 def _slices(group: Sequence[int], devices: Sequence[jax.Device]) -> list[int]:
-    return sorted({_slice(devices[member]) for member in group})
+    return sorted({slice_of(devices[member]) for member in group})

@@ -13,13 +13,14 @@ from maxlite.estimate.decode import DecodeWork, compile_decode
 from maxlite.estimate.fixes import Fix, Need, cheapest_fixes
 from maxlite.estimate.groups import layout_of
 from maxlite.estimate.hlo import Collective, Program
-from maxlite.estimate.memory import ProgramMemory, bytes_needed, device_bytes, host_bytes, program_memory, whole_state
+from maxlite.estimate.memory import ProgramMemory, bytes_needed, program_memory, whole_state
 from maxlite.estimate.roofline import Rates, Roofline, build_roofline, crosses_slices, mfu_bound
 from maxlite.estimate.zero import ZeroRow, zero_table
 from maxlite.metrics.peak import peak_tflops
 from maxlite.parallel.devices import device_memory_bytes
 from maxlite.parallel.topology import device_spec
 from maxlite.train.setup import Setup, describe_mesh
+from maxlite.train.state import device_bytes, host_bytes
 
 
 @dataclasses.dataclass(frozen=True)

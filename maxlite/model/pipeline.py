@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from maxlite.parallel.sharding import constrain, live_axes
+from maxlite.parallel.sharding import constrain, live_axes, split_rows
 
 _ROWS = ("batch", "norm_length", "activation_embed")
 
@@ -71,7 +71,7 @@ def run_pipeline(
     """
     repeats = jax.tree.leaves(params)[0].shape[0]
     rounds, ticks = schedule.rounds(repeats), schedule.ticks(repeats)
-    context = jax.tree.map(lambda rows: _split(rows, schedule.microbatches), context)
+    context = jax.tree.map(lambda rows: split_rows(rows, schedule.microbatches), context)
     params = _by_stage(params, schedule, rounds)
     run_stages = _stage_step(run_pattern, rematerialize)
     first = jnp.arange(schedule.stages).reshape(-1, 1, 1, 1) == 0
@@ -86,7 +86,7 @@ def run_pipeline(
         state = _on_stages(_turn(state, 1))
         return (state, _put(store, state, done), ledger), stats
 
-    rows = constrain(_split(x, schedule.microbatches), None, *_ROWS)
+    rows = constrain(split_rows(x, schedule.microbatches), None, *_ROWS)
     store = constrain(jnp.broadcast_to(rows, (schedule.stages, *rows.shape)), "layers", None, *_ROWS)
     # Stages that have nothing to do yet compute on real rows: their results are dropped, but must be finite.
     start = (jax.lax.stop_gradient(store[:, 0]), store, jax.tree.map(lambda page: page.astype(jnp.float32), params))
@@ -152,13 +152,8 @@ def _on_stages(x: jax.Array) -> jax.Array:
     return constrain(x, "layers", *_ROWS)
 
 
-def _split(rows: jax.Array, microbatches: int) -> jax.Array:
-    """[B, ...] -> [M, B / M, ...]; every M-th row together, so that no row changes its device."""
-    return rows.reshape(-1, microbatches, *rows.shape[1:]).swapaxes(0, 1)
-
-
 def _merge(rows: jax.Array) -> jax.Array:
-    """[M, B / M, ...] -> [B, ...], in the order that `_split` was given."""
+    """[M, B / M, ...] -> [B, ...], in the order that `split_rows` was given."""
     return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
 
 

@@ -7,6 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import LAYER_INPUT, REMAT_POLICY_NAMES, REMAT_TENSORS, ComputeConfig
+from maxlite.parallel.devices import HOST_MEMORY
 
 # Latent attention has latents besides: narrow, and the way to all heads. A gate is as wide as the queries.
 _QKV = ("query_proj", "key_proj", "value_proj", "query_wa_proj", "kv_wa_proj", "gate_proj")
@@ -80,7 +81,7 @@ def rematerialize(block: Callable[..., Any], kept: KeptNames | None, *, inside_s
             names_which_can_be_saved=list(saved),
             names_which_can_be_offloaded=list(offloaded),
             offload_src="device",
-            offload_dst="pinned_host",
+            offload_dst=HOST_MEMORY,
         )
     else:
         rule = policies.save_only_these_names(*saved)

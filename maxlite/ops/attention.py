@@ -13,6 +13,7 @@ from maxlite.ops.attention_types import (
     UNSEEN_SCORE,
     AttentionOptions,
     ContextParallel,
+    QueryShard,
     Tokens,
     visible,
 )
@@ -20,7 +21,7 @@ from maxlite.ops.context_parallel import context_attention
 from maxlite.ops.cudnn_attention import cudnn_attention
 from maxlite.ops.flash_attention import flash_attention
 from maxlite.ops.soft_cap import soft_capped
-from maxlite.ops.splash_attention import QueryShard, splash_attention
+from maxlite.ops.splash_attention import splash_attention
 from maxlite.parallel.sharding import axis_size, live_axes, per_device
 
 
@@ -173,7 +174,7 @@ def plain_attention(
     return checkpoint_name(context.astype(query.dtype), "context")
 
 
-def _ordered_by_tokens(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _ordered_by_tokens(kernel: Callable[..., Any]) -> Callable[..., jax.Array]:
     """A kernel to which the tokens' order says enough, with the keyword `shard` that others need."""
 
     def attend(*arguments: Any, shard: QueryShard | None = None) -> jax.Array:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Scores of unseen keys, and the floor of a row's maximum: finite, so that a row which sees no key gives exp(-1e29),
 # which is 0, where infinities would give NaN.
@@ -51,6 +52,17 @@ class Tokens(NamedTuple):
     def part(self, tokens: slice) -> "Tokens":
         """Returns the same of some tokens only."""
         return Tokens(self.order[tokens], *(None if array is None else array[:, tokens] for array in self[1:]))
+
+
+class QueryShard(NamedTuple):
+    """Which queries of the rows this device has, where the length is sharded.
+
+    orders: [c, T] int32 numpy, the place in its row of every query of each of the c shards.
+    index: int32 scalar, which shard this device is, as a rule jax.lax.axis_index.
+    """
+
+    orders: np.ndarray
+    index: Any
 
 
 class ContextParallel(NamedTuple):

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.ops.attention_types import LEAST_MAXIMUM, AttentionOptions, ContextParallel, Tokens
+from maxlite.ops.attention_types import LEAST_MAXIMUM, AttentionOptions, ContextParallel, QueryShard, Tokens
 from maxlite.ops.flash_attention import flash_backward, flash_forward, mean_gradient_of, sinks_gradient
-from maxlite.ops.splash_attention import QueryShard
 
 # Of options, query [B, T, K, G, H], key [B, S, K, H], value [B, S, K, Hv], the tokens of both, sinks [K, G]
 # or None, and by keyword `shard`, a QueryShard: which tokens of the row the queries are, for kernels that must know it

@@ -67,6 +67,7 @@ class _Meetings(NamedTuple):
 _BackwardTile = tuple[_Queries, _Gradients, _Meetings]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def flash_attention(
     options: AttentionOptions,
     query: jax.Array,
@@ -81,47 +82,27 @@ def flash_attention(
     query, key, value: [B, T, K, G, H], [B, S, K, H], [B, S, K, Hv]. sinks: [K, G] float32.
     Returns: [B, T, K, G, Hv], zeros where a query sees nothing.
     """
-    return _attention(options, query, key, value, (query_tokens, key_tokens), sinks)
+    return flash_forward(options, query, key, value, query_tokens, key_tokens, sinks)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    options: AttentionOptions,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    tokens: tuple[Tokens, Tokens],
-    sinks: jax.Array | None,
-) -> jax.Array:
-    return flash_forward(options, query, key, value, *tokens, sinks)[0]
-
-
-def _attention_forward(
-    options: AttentionOptions,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    tokens: tuple[Tokens, Tokens],
-    sinks: jax.Array | None,
-) -> tuple[jax.Array, tuple]:
-    context, normalizer = flash_forward(options, query, key, value, *tokens, sinks)
+def _forward(options: AttentionOptions, *arguments: Any) -> tuple[jax.Array, tuple]:
+    context, normalizer = flash_forward(options, *arguments)
     # Named here, inside the rule, because a policy that saved only the output would still compute all scores again.
     context, normalizer = checkpoint_name(context, "context"), checkpoint_name(normalizer, "context")
-    return context, (query, key, value, tokens, sinks, context, normalizer)
+    return context, (*arguments, context, normalizer)
 
 
-def _attention_backward(options: AttentionOptions, residuals: tuple, context_gradient: jax.Array) -> tuple:
-    query, key, value, tokens, sinks, context, normalizer = residuals
+def _backward(options: AttentionOptions, residuals: tuple, context_gradient: jax.Array) -> tuple:
+    query, key, value, query_tokens, key_tokens, sinks, context, normalizer = residuals
     mean_gradient = mean_gradient_of(context, context_gradient)
-    query_tokens, key_tokens = tokens
     gradients = flash_backward(
         options, query, key, value, query_tokens, key_tokens, normalizer, mean_gradient, context_gradient
     )
     gradients = (gradient.astype(array.dtype) for gradient, array in zip(gradients, (query, key, value), strict=True))
-    return *gradients, None, sinks_gradient(sinks, normalizer, mean_gradient)
+    return *gradients, None, None, sinks_gradient(sinks, normalizer, mean_gradient)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+flash_attention.defvjp(_forward, _backward)
 
 
 def mean_gradient_of(context: jax.Array, context_gradient: jax.Array) -> jax.Array:

@@ -18,24 +18,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from maxlite.ops.attention_segments import chunk_segments
-from maxlite.ops.attention_types import AttentionOptions, Tokens
+from maxlite.ops.attention_types import AttentionOptions, QueryShard, Tokens
 
 # The kernel's lengths are multiples of a lane. Larger blocks are faster, but a row must be padded to whole blocks.
 LANE = 128
 BLOCKS = (512, 256)
 # A larger block is taken if it adds no more than this part of the row as padding.
 MOST_PADDING = 1 / 8
-
-
-class QueryShard(NamedTuple):
-    """Which queries of the rows this device has, where the length is sharded.
-
-    orders: [c, T] int32 numpy, the place in its row of every query of each of the c shards.
-    index: int32 scalar, which shard this device is, as a rule jax.lax.axis_index.
-    """
-
-    orders: np.ndarray
-    index: Any
 
 
 class _Blocks(NamedTuple):

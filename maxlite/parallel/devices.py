@@ -9,6 +9,14 @@ import jax
 from maxlite.config.schema import RunConfig
 from maxlite.errors import ConfigError
 
+# jax's name of the host's memory that devices copy from and to.
+HOST_MEMORY = "pinned_host"
+
+
+def slice_of(device: jax.Device) -> int:
+    """Returns the slice that a device is in; devices that know of none are all in one."""
+    return getattr(device, "slice_index", None) or 0
+
 
 def prepare_jax(run: RunConfig) -> None:
     """Turns on the compile cache and asks for `cpu_devices` fake devices; to be called before jax makes an array.

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from maxlite.config.degrees import fake_slices, resolve_degrees
 from maxlite.config.schema import MESH_AXES, ParallelConfig
 from maxlite.errors import ConfigError
+from maxlite.parallel.devices import slice_of
 
 
 def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -25,7 +26,7 @@ def build_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device]) -> Mesh:
     Raises:
         ConfigError: the degrees do not fit the devices.
     """
-    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    num_slices = len({slice_of(device) for device in devices})
     fake = num_slices == 1 and devices[0].platform == "cpu"
     if fake:
         num_slices = fake_slices(parallel, len(devices))

@@ -129,6 +129,11 @@ def per_device(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Cal
     return run
 
 
+def split_rows(rows: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] -> [parts, B / parts, ...]; every n-th row together, so that no row changes its device."""
+    return rows.reshape(-1, parts, *rows.shape[1:]).swapaxes(0, 1)
+
+
 def live_axes(axis: str) -> tuple[str, ...]:
     """Returns the mesh axes of more than one device that a logical axis lies along; none without a mesh."""
     context = _CONTEXT.get()

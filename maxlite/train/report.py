@@ -18,7 +18,7 @@ from maxlite.model.pipeline import build_pipeline_schedule
 from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts
 from maxlite.train.kernels import kernel_lines
 from maxlite.train.setup import GIB, Setup, describe_mesh
-from maxlite.train.state import state_bytes
+from maxlite.train.state import device_bytes
 
 
 class Reporter:
@@ -112,7 +112,7 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
         f"on {setup.devices[0].device_kind}",
         f"number parameters: {model.num_parameters / 1e9:.3f} billion ({model.num_parameters:,}), "
         f"dtype {compute.dtype}{automatic}, weights {compute.weight_dtype}, remat_policy {compute.remat_policy}",
-        f"Total estimated memory size: {state_bytes(setup.abstract) / GIB:.3f} GiB a device (state)",
+        f"Total estimated memory size: {device_bytes(setup.abstract) / GIB:.3f} GiB a device (state)",
         f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
         f"and {attention:.1%} attention flops",
         *kernel_lines(setup.kernels),

@@ -26,7 +26,7 @@ from maxlite.parallel.sharding import describe_axes, fitting_rules, mesh_axes, n
 from maxlite.parallel.xla_flags import check_options, compiler_options
 from maxlite.train.kernels import choose_kernels
 from maxlite.train.optimizer import build_optimizer, build_schedule
-from maxlite.train.state import ShardingKeys, TrainState, abstract_state, state_bytes, state_shardings
+from maxlite.train.state import ShardingKeys, TrainState, abstract_state, device_bytes, state_shardings
 from maxlite.train.step import LossSums, Placement, automatic_tiles, build_eval_step, build_loss, build_train_step
 
 GIB = 2**30
@@ -122,7 +122,7 @@ def _check_keys(config: Config, mesh: Mesh) -> None:
     each = parallel.num_layers_per_pipeline_stage
     for group in layer_groups(config.model) if stages > 1 else ():
         rounds, rest = divmod(group.repeats, stages * (each or group.repeats // stages or 1))
-        if rest == 0 and rounds > 1 and (parallel.num_pipeline_microbatches or stages) < stages:
+        if rest == 0 and rounds > 1 and pipeline_microbatches(parallel, mesh) < stages:
             raise ConfigError(
                 f"num_pipeline_microbatches={parallel.num_pipeline_microbatches} is below the {stages} stages, but "
                 f"{rounds} rounds of num_layers_per_pipeline_stage={each} layers need one for each; give at least "
@@ -133,6 +133,12 @@ def _check_keys(config: Config, mesh: Mesh) -> None:
                 f"num_layers_per_pipeline_stage={each} times {stages} stages does not divide the {group.repeats} "
                 f"repeats of a layer pattern of {len(group.pattern)}; a stage has {group.repeats // stages} of them."
             )
+
+
+def pipeline_microbatches(parallel: ParallelConfig, mesh: Mesh) -> int:
+    """Returns into how many parts a batch is cut for the stages of a pipeline; 1 without one."""
+    stages = num_parts(mesh_axes("layers", parallel.logical_axis_rules), mesh)
+    return (parallel.num_pipeline_microbatches or stages) if stages > 1 else 1
 
 
 def row_order(parallel: ParallelConfig, mesh: Mesh, length: int) -> np.ndarray | None:
@@ -171,8 +177,7 @@ def global_rows(config: Config, num_devices: int, mesh: Mesh) -> int:
         )
     rules = config.parallel.logical_axis_rules
     axes, micro_batches = mesh_axes("batch", rules), config.train.gradient_accumulation_steps
-    stages = num_parts(mesh_axes("layers", rules), mesh)
-    pipelined = (config.parallel.num_pipeline_microbatches or stages) if stages > 1 else 1
+    pipelined = pipeline_microbatches(config.parallel, mesh)
     parts = micro_batches * pipelined * num_parts(axes, mesh)
     if rows % parts:
         pipeline = f" x num_pipeline_microbatches={pipelined}" if pipelined > 1 else ""
@@ -220,7 +225,7 @@ def describe_mesh(mesh: Mesh) -> str:
 def _require_memory(config: Config, abstract: TrainState, devices: list[jax.Device]) -> None:
     available = device_memory_bytes(devices)
     # Gradients are as large as the parameters and exist beside the state at the end of the backward pass.
-    needed = state_bytes(abstract) + state_bytes(abstract._replace(opt_state=()))
+    needed = device_bytes(abstract) + device_bytes(abstract._replace(opt_state=()))
     if available is None or needed <= available:
         return
     given = {**config.parallel.degrees("dcn"), **config.parallel.degrees("ici")}

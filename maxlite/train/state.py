@@ -10,9 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import LogicalAxisRules
 from maxlite.model.build import Model
+from maxlite.parallel.devices import HOST_MEMORY
 from maxlite.parallel.sharding import entry_axes, num_parts
-
-HOST_MEMORY = "pinned_host"
 
 
 class ShardingKeys(NamedTuple):
@@ -100,10 +99,19 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, shardi
     )
 
 
-def state_bytes(abstract: TrainState) -> int:
-    """Returns the bytes of one device's share of the state, without what waits in the host's memory."""
-    return sum(
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(abstract)
-        if leaf.sharding.memory_kind != HOST_MEMORY
-    )
+def device_bytes(tree: Any) -> int:
+    """Bytes on one device of a tree of ShapeDtypeStructs with shardings; what waits on the host is left out."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if not _is_on_host(leaf))
+
+
+def host_bytes(tree: Any) -> int:
+    """Bytes that one device's part takes of the host's memory."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if _is_on_host(leaf))
+
+
+def _shard_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _is_on_host(leaf: Any) -> bool:
+    return leaf.sharding.memory_kind == HOST_MEMORY

@@ -11,6 +11,7 @@ from maxlite.config.schema import OptimizerConfig, TrainConfig
 from maxlite.data.batch import Batch
 from maxlite.model.build import Model
 from maxlite.ops.loss import chunked_cross_entropy
+from maxlite.parallel.sharding import split_rows
 from maxlite.train.optimizer import Schedule
 from maxlite.train.router_bias import with_updated_biases
 from maxlite.train.state import TrainState
@@ -186,15 +187,14 @@ def _gradients(
         added = jax.tree.map(lambda total, new: total + new.astype(total.dtype), carry, gradient(params, micro_batch))
         return added, None
 
-    parts = _split_rows(batch, micro_batches)
+    parts = _split_batch(batch, micro_batches)
     shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda part: part[0], parts))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
     return jax.lax.scan(accumulate, zeros, parts)[0]
 
 
-def _split_rows(batch: Batch, micro_batches: int) -> Batch:
-    """[B, T] -> [micro_batches, B / micro_batches, T]; every n-th row together, so that no row changes its device."""
-    return jax.tree.map(lambda x: x.reshape(-1, micro_batches, x.shape[1]).swapaxes(0, 1), batch)
+def _split_batch(batch: Batch, micro_batches: int) -> Batch:
+    return jax.tree.map(lambda rows: split_rows(rows, micro_batches), batch)
 
 
 def build_eval_step(loss: LossFunction, micro_batches: int = 1) -> Callable[[Any, Batch], LossSums]:
@@ -209,7 +209,7 @@ def build_eval_step(loss: LossFunction, micro_batches: int = 1) -> Callable[[Any
     def eval_step(params: Any, batch: Batch) -> LossSums:
         if micro_batches == 1:
             return sums(params, batch)
-        parts = jax.lax.map(lambda part: sums(params, part), _split_rows(batch, micro_batches))
+        parts = jax.lax.map(lambda part: sums(params, part), _split_batch(batch, micro_batches))
         return jax.tree.map(lambda part: jnp.sum(part, axis=0), parts)
 
     return eval_step

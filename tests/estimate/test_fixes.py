@@ -4,8 +4,8 @@ from maxlite.config.check_remat import remat_tensors
 from maxlite.config.layers import layer_specs
 from maxlite.config.load import load_config, model_names
 from maxlite.estimate.fixes import HOST_BANDWIDTH, Need, cheapest_fixes, kept_bytes, tensor_widths
-from maxlite.estimate.memory import device_bytes
 from maxlite.train.setup import build_setup
+from maxlite.train.state import device_bytes
 
 # Far too little, so that every fix saves a share that counts.
 NEED = Need(needed=10_000_000, available=9_500_000, temporaries=8_000_000, compute=1.0, gather=0.01)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlite.estimate.memory import bytes_needed, device_bytes, host_bytes, program_memory
+from maxlite.estimate.memory import bytes_needed, program_memory
+from maxlite.train.state import device_bytes, host_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.ops import splash_attention as module
-from maxlite.ops.attention_types import AttentionOptions, Tokens
-from maxlite.ops.splash_attention import QueryShard, splash_attention
+from maxlite.ops.attention_types import AttentionOptions, QueryShard, Tokens
+from maxlite.ops.splash_attention import splash_attention
 from maxlite.parallel.topology import build_topology
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 24, 16

@@ -6,7 +6,7 @@ import pytest
 from maxlite.errors import ConfigError
 from maxlite.train.report import start_lines
 from maxlite.train.setup import build_setup
-from maxlite.train.state import state_bytes
+from maxlite.train.state import device_bytes
 
 EXPERTS = ("mlp_pattern=[moe]", "num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16")
 ON_EIGHT = ("cpu_devices=8", "ici_fsdp_parallelism=-1", "num_query_heads=8", "num_kv_heads=8")
@@ -83,7 +83,7 @@ def test_zero_1_splits_moments_and_offload_takes_them_off_the_device(tiny_config
     assert moments and all("data" in str(leaf.sharding.spec) for leaf in moments)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(split.params))
     # Weights once and moments twice of float32; of the moments an eighth is left.
-    assert state_bytes(split) < state_bytes(plain) * (1 + 2 / 8 + 0.01) / 3
+    assert device_bytes(split) < device_bytes(plain) * (1 + 2 / 8 + 0.01) / 3
     hosted = state("optimizer_memory_host_offload=true")
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(hosted.opt_state)} == {"pinned_host"}
-    assert state_bytes(hosted) == state_bytes(plain._replace(opt_state=()))
+    assert device_bytes(hosted) == device_bytes(plain._replace(opt_state=()))
