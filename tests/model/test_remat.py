@@ -38,7 +38,7 @@ KEPT = {
     "save_out_proj": {"out_proj"},
 }
 INPUT = "from the argument x"
-TPU_ROWS = 32
+TPU_ROWS = 16
 # From least memory to most.
 ORDERED = (
     "full",
