@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from maxlite.config.check_data import DATA_CHECKS
 from maxlite.config.check_model import MODEL_CHECKS
 from maxlite.config.check_parallel import PARALLEL_CHECKS
 from maxlite.config.check_remat import check_remat
@@ -92,20 +93,6 @@ def check_moments(config: Config) -> Iterator[str]:
             yield f"{name}=1 would keep the moment at its first value and divide by zero; make it below 1."
 
 
-def check_dataset(config: Config) -> Iterator[str]:
-    """Paths go with a type that reads them."""
-    data = config.data
-    if data.dataset_type == "synthetic":
-        for name in ("dataset_path", "eval_dataset_path"):
-            if getattr(data, name) is not None:
-                yield f"{name} has no effect with dataset_type=synthetic; set dataset_type=text or leave it out."
-    if data.dataset_type == "text" and data.tokenizer_path is None and config.model.vocab_size < 258:
-        yield (
-            f"vocab_size={config.model.vocab_size} is too small for dataset_type=text: bytes and the begin and end "
-            "marks need 258 ids; make it larger, give tokenizer_path or set dataset_type=synthetic."
-        )
-
-
 def check_run_name(config: Config) -> Iterator[str]:
     """The run is one folder below base_output_directory."""
     name = config.run.run_name
@@ -175,7 +162,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_remat,
     check_schedule,
     check_moments,
-    check_dataset,
+    *DATA_CHECKS,
     check_run_name,
     check_peak,
     check_sampling,

@@ -2,13 +2,24 @@
 
 from collections.abc import Callable
 
+from maxlite.config.check_data import SPLIT_TYPES
 from maxlite.config.key_groups import LLAMA3_ROPE, ROUTER, SWIGLUOAI, TEMPERATURE, YARN
 from maxlite.config.schema import LAYER_INPUT, REMAT_TENSORS, Config
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "mu_dtype")
 _WSD = ("wsd_decay_steps_fraction", "wsd_decay_style")
 _SAVING = ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "save_checkpoint_on_completion")
-_DOCUMENTS = ("packing", "long_documents", "add_bos", "add_eos", "enable_data_shuffling", "eval_fraction")
+_PACKING = ("packing_type", "max_segments_per_seq")
+_ENCODING = (
+    "objective",
+    "train_data_columns",
+    "tokenize_train_data",
+    "bad_rows",
+    "chat_template_path",
+    "add_bos",
+    "add_eos",
+)
+_DOCUMENTS = ("packing", "long_documents", "enable_data_shuffling", "eval_fraction", *_PACKING, *_ENCODING)
 _SOFTMAX = (
     "attention_bias",
     "attention_out_bias",
@@ -25,7 +36,33 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     ("opt_type is not adamw", lambda c: c.optimizer.opt_type != "adamw", _ADAM),
     ("lr_schedule_type is not wsd", lambda c: c.optimizer.lr_schedule_type != "wsd", _WSD),
     ("dataset_type is synthetic", lambda c: c.data.dataset_type == "synthetic", _DOCUMENTS),
-    ("eval_dataset_path is set", lambda c: c.data.eval_dataset_path is not None, ("eval_fraction",)),
+    (
+        "dataset_type is tokenized: `maxlite data tokenize` saw to that",
+        lambda c: c.data.dataset_type == "tokenized",
+        (*_ENCODING, "sft_train_on_completion_only"),
+    ),
+    (
+        "dataset_type is text, where a file that is no text is always skipped and counted",
+        lambda c: c.data.dataset_type == "text",
+        ("bad_rows", "train_data_columns"),
+    ),
+    (
+        "dataset_type is neither hf nor tfds",
+        lambda c: c.data.dataset_type not in SPLIT_TYPES,
+        ("train_split",),
+    ),
+    (
+        "objective is not sft",
+        lambda c: c.data.objective != "sft",
+        ("sft_train_on_completion_only", "chat_template_path"),
+    ),
+    (
+        "what is held out is given by eval_dataset_path or eval_split",
+        lambda c: c.data.eval_dataset_path is not None or c.data.eval_split is not None,
+        ("eval_fraction",),
+    ),
+    ("packing is false", lambda c: not c.data.packing, _PACKING),
+    ("data_worker_count is 0", lambda c: c.data.data_worker_count == 0, ("data_worker_buffer_size",)),
     ("enable_checkpointing is false", lambda c: not c.checkpoint.enable_checkpointing, _SAVING),
     ("eval_interval is 0", lambda c: c.train.eval_interval == 0, ("eval_steps",)),
     (

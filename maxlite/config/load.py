@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from maxlite.config.check import CHECKS
-from maxlite.config.schema import COMMAND_LINE, ENVIRONMENT, KEYS, SECTIONS, Config
+from maxlite.config.schema import COMMAND_LINE, ENVIRONMENT, KEYS, SECTIONS, Config, MixtureSource
 from maxlite.config.smoke import smoke_overrides
 from maxlite.config.values import describe_allowed, parse_value
 from maxlite.config.yaml_file import Entry, read_yaml
@@ -56,6 +56,16 @@ RENAMED = {
     "custom_mesh": "mesh",
     "custom_mesh_and_rule": "mesh",
     "context_parallel_size": "ici_context_parallelism",
+    "grain_packing_type": "packing_type",
+    "grain_worker_count": "data_worker_count",
+    "grain_per_worker_buffer_size": "data_worker_buffer_size",
+    "grain_train_files": "dataset_path",
+    "grain_eval_files": "eval_dataset_path",
+    "hf_train_files": "dataset_path",
+    "hf_eval_files": "eval_dataset_path",
+    "hf_path": "dataset_path",
+    "grain_train_mixture_config_path": "dataset_mixture",
+    "use_sft": "objective",
 }
 
 
@@ -112,6 +122,8 @@ def _names(folder: str) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, MixtureSource):
+        return value._asdict()
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 

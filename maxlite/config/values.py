@@ -2,14 +2,16 @@
 
 import math
 import re
+from pathlib import PurePath
 from typing import Any
 
 import yaml
 
-from maxlite.config.schema import Key, LogicalAxisRules
+from maxlite.config.schema import DatasetMixture, Key, LogicalAxisRules, MixtureSource
 from maxlite.config.yaml_file import refuse_unsafe
 
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+\Z")
 # Counts and sizes end up in 32-bit integers; only a key with a `maximum` of its own may be larger.
 _LARGEST_INTEGER = 2**31 - 1
 MAY_BE_EMPTY = frozenset({"prompt"})
@@ -54,12 +56,12 @@ def _require_allowed(key: Key, value: Any) -> None:
         raise ValueError("not a choice")
     if isinstance(value, tuple) and not value:
         raise ValueError("an empty list is not allowed")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        too_low = (key.minimum is not None and value < key.minimum) or (key.above is not None and value <= key.above)
-        if too_low or (key.maximum is not None and value > key.maximum):
+    for number in (item for item in items if isinstance(item, int | float) and not isinstance(item, bool)):
+        too_low = (key.minimum is not None and number < key.minimum) or (key.above is not None and number <= key.above)
+        if too_low or (key.maximum is not None and number > key.maximum):
             raise ValueError("out of range")
-    if isinstance(value, int) and key.maximum is None and value > _LARGEST_INTEGER:
-        raise ValueError(f"above {_LARGEST_INTEGER}")
+        if isinstance(number, int) and key.maximum is None and number > _LARGEST_INTEGER:
+            raise ValueError(f"above {_LARGEST_INTEGER}")
 
 
 def _parse_bool(raw: Any) -> bool:
@@ -133,7 +135,45 @@ def _parse_rules(raw: Any) -> LogicalAxisRules:
     return tuple(rows)
 
 
+def _parse_numbers(raw: Any) -> tuple[int, ...]:
+    if isinstance(raw, str) and raw.strip().startswith("["):
+        raw = _parse_flow(raw, "[64, 128]")
+    if isinstance(raw, str):
+        raw = raw.split(",")
+    return tuple(_parse_int(item) for item in (raw if isinstance(raw, list) else [raw]))
+
+
+def _parse_mixture(raw: Any) -> DatasetMixture:
+    if isinstance(raw, str):
+        raw = _parse_flow(raw, "[{path: a.txt, weight: 2}, {path: b.txt, weight: 1}]")
+    if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
+        raise ValueError("not a list like [{path: a.txt, weight: 2}, {path: b.txt, weight: 1}]")
+    sources = tuple(_parse_source(row) for row in raw)
+    for part, names in (("path", [source.path for source in sources]), ("name", [source.name for source in sources])):
+        twice = [name for place, name in enumerate(names) if name in names[:place]]
+        if twice:
+            raise ValueError(f"two sources have the {part} {twice[0]}")
+    return sources
+
+
+def _parse_source(row: dict[Any, Any]) -> MixtureSource:
+    unknown = sorted(str(name) for name in row if name not in MixtureSource._fields)
+    if unknown or "path" not in row or "weight" not in row:
+        wrong = f"unknown {unknown[0]}" if unknown else "path or weight is missing"
+        raise ValueError(f"{wrong} in {row}; a source has path, weight and, if wanted, epochs and name")
+    path, weight = _parse_str(row["path"]), _parse_float(row["weight"])
+    epochs = None if row.get("epochs") is None else _parse_int(row["epochs"])
+    if weight <= 0 or (epochs is not None and epochs < 1):
+        raise ValueError(f"weight must be above 0 and epochs at least 1 in {row}")
+    name = _parse_str(row["name"]) if row.get("name") is not None else PurePath(path.rstrip("/*")).stem
+    if not _SOURCE_NAME.match(name):
+        raise ValueError(f"the name {name!r} of {path} is not of letters, digits, _ . or -; give it another")
+    return MixtureSource(path, weight, epochs, name)
+
+
 _PARSERS = {
+    DatasetMixture: _parse_mixture,
+    tuple[int, ...]: _parse_numbers,
     bool: _parse_bool,
     int: _parse_int,
     float: _parse_float,
@@ -142,6 +182,8 @@ _PARSERS = {
     LogicalAxisRules: _parse_rules,
 }
 _TYPE_NAMES = {
+    DatasetMixture: "a list of {path, weight, epochs, name}",
+    tuple[int, ...]: "a list of whole numbers",
     bool: "true or false",
     int: "a whole number",
     float: "a number",

@@ -11,6 +11,9 @@ from maxlite.errors import ConfigError
 # Where an imported run keeps the model's own JSON files: below its folder, where no program takes them for the run's.
 ORIGINALS = "hugging_face"
 TOKENIZER_FILE = "tokenizer.json"
+# Names that a tokenizer's file has in a folder, the first that is there; a tokenizer.model is SentencePiece's or, as
+# Llama 3 has it, a file of tiktoken's.
+TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model", "tekken.json", "*.tiktoken")
 
 
 def model_end_ids(folder: Path) -> tuple[int, ...]:
@@ -32,15 +35,24 @@ def model_end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def tokenizer_file(path: str | Path) -> Path | None:
-    """Returns the tokenizer.json, or the GGUF file, that `path` is or holds; None where there is none."""
+    """Returns the tokenizer's file that `path` is or, under one of TOKENIZER_NAMES, holds; None where there is none.
+
+    Raises ConfigError for a folder of several *.tiktoken files and none of the other names.
+    """
     file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / TOKENIZER_FILE
-    return file if file.is_file() else None
+    if not file.is_dir():
+        return file if file.is_file() else None
+    for name in TOKENIZER_NAMES:
+        found = sorted(place for place in file.glob(name) if place.is_file())
+        if len(found) > 1:
+            raise ConfigError(f"{file} has several tokenizers: {', '.join(one.name for one in found)}. Name the file.")
+        if found:
+            return found[0]
+    return None
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Says whether a model's folder, or its GGUF file, has a tokenizer that can be read."""
+    """Says whether a model's folder has a tokenizer, or its GGUF file one that is of a known kind."""
     if is_gguf(path):
         return tokenizer_problem(read_header(path)) is None
     return tokenizer_file(path) is not None

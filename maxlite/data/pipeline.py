@@ -1,120 +1,47 @@
-"""The data of a run: an iterator of training batches with an exact position, and passes over held-out batches."""
+"""The data of a run: training batches with one exact global position, and passes over held-out batches."""
 
-import copy
 import dataclasses
 import functools
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-
-import grain
-import numpy as np
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.packing import pack_rows, pad_rows, stack_rows
-from maxlite.data.sources import SOURCES, Corpus, WindowSource
-from maxlite.data.tokenizer import Tokenizer
+from maxlite.data.corpus import Source, open_source
+from maxlite.data.filling import fill_batch
+from maxlite.data.iterators import TrainIterator, one_pass
+from maxlite.data.packing import Packing
+from maxlite.data.row_order import Mixture, Part, Passes, PlannedRow, RowOrder
+from maxlite.data.statistics import BLOCKS_AT_START, DataStatistics, Measured, measure, summary_line
+from maxlite.data.token_store import RandomTokens, TokenStore
+from maxlite.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from maxlite.data.windows import EndlessWindows, Pieces, Windows
+from maxlite.errors import DataError
 
-NUM_BATCHES_AHEAD = 2
-# The keys that decide which rows there are and in what order.
+# The keys that decide which rows there are and in what order; what files hold is in each store's digest.
 ORDER_KEYS = (
     "dataset_type",
     "max_target_length",
     "packing",
+    "packing_type",
+    "max_segments_per_seq",
+    "padding_buckets",
     "long_documents",
-    "add_bos",
-    "add_eos",
     "enable_data_shuffling",
     "data_shuffle_seed",
 )
 
 
-class EpochIterator:
-    """Endless or num_epoch passes over the training rows; each pass ends with its last partial batch filled.
+class Shard(NamedTuple):
+    """The part of each global batch that this process reads: rows from index * B / count on, B / count of them."""
 
-    A pass is a pipeline of its own, so the first of two is the same as an only one.
-    """
-
-    def __init__(self, build_epoch: Callable[[int], grain.IterDataset], num_epoch: int | None) -> None:
-        """Starts at the first batch of pass 0; `build_epoch(n)` is the dataset of batches of pass n."""
-        self._build_epoch = build_epoch
-        self._num_epoch = num_epoch
-        self._open_epoch(0)
-
-    def __iter__(self) -> "EpochIterator":
-        """Returns itself."""
-        return self
-
-    def __next__(self) -> Batch:
-        """Returns the next Batch of [B, T]; raises StopIteration after num_epoch passes."""
-        while True:
-            try:
-                return next(self._batches)
-            except StopIteration:
-                if self._num_epoch is not None and self._epoch + 1 >= self._num_epoch:
-                    raise
-                self._open_epoch(self._epoch + 1)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position behind the last batch handed out, small and fit for JSON."""
-        return {"epoch": self._epoch, "position": copy.deepcopy(self._batches.get_state())}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes to a position that `state` gave."""
-        self._open_epoch(state["epoch"])
-        self._batches.set_state(state["position"])
-
-    def _open_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._batches = iter(self._build_epoch(epoch))
+    index: int
+    count: int
 
 
-class TrainIterator:
-    """The training batches, made by one thread while a step runs.
-
-    grain's own prefetching thread is not used: its iterator joins that thread when it is collected, which
-    fails where the collector happens to run in that thread.
-    """
-
-    def __init__(self, epochs: EpochIterator) -> None:
-        """Reads nothing before the first batch is asked for; from then on only its thread touches `epochs`."""
-        self._epochs = epochs
-        self._state = epochs.state()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: deque[Future[tuple[Batch | None, dict[str, Any]]]] = deque()
-
-    def __iter__(self) -> "TrainIterator":
-        """Returns itself."""
-        return self
-
-    def __next__(self) -> Batch:
-        """Returns the next Batch of [B, T]; raises StopIteration after num_epoch passes.
-
-        Raises DataError if a file changed or vanished.
-        """
-        while len(self._ahead) <= NUM_BATCHES_AHEAD:
-            self._ahead.append(self._executor.submit(self._make_batch))
-        batch, self._state = self._ahead.popleft().result()
-        if batch is None:
-            raise StopIteration
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position behind the last batch handed out, small and fit for JSON."""
-        return self._state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes to a position that `state` gave, so that the next batch is the one that followed it."""
-        self._ahead.clear()
-        self._executor.submit(self._epochs.restore, state).result()
-        self._state = state
-
-    def _make_batch(self) -> tuple[Batch | None, dict[str, Any]]:
-        return next(self._epochs, None), self._epochs.state()
+WHOLE = Shard(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,56 +51,157 @@ class Dataset:
     train: the training batches.
     eval_batches: each call is a fresh pass over all held-out rows in one fixed order; None = nothing held out.
     tokenizer: between text and ids; None where the data has no text.
-    summary: one line for the log.
+    source_names: of dataset_mixture; one name without a mixture.
+    statistics: of one pass; None for random tokens. summary: one line for the log.
     fingerprint: differs when the order or the content of the training rows does.
     """
 
     train: TrainIterator
     eval_batches: Callable[[], Iterator[Batch]] | None
     tokenizer: Tokenizer | None
+    source_names: tuple[str, ...]
+    statistics: DataStatistics | None
     summary: str
     fingerprint: str
 
 
-def build_dataset(data: DataConfig, *, vocab_size: int, batch_size: int) -> Dataset:
-    """Returns the data of a run in batches of `batch_size` rows.
+def build_dataset(
+    data: DataConfig,
+    *,
+    vocab_size: int,
+    batch_size: int,
+    shard: Shard = WHOLE,
+    max_blocks: int | None = BLOCKS_AT_START,
+) -> Dataset:
+    """Returns the data of a run in global batches of `batch_size` rows, of which `shard` reads its part.
 
-    Raises DataError for data that cannot be read, ConfigError for a vocabulary that is too small.
+    max_blocks: of a pass, whose rows the statistics count; None = all.
+
+    Raises DataError for data that cannot be read, ConfigError for keys or a vocabulary that do not fit.
     """
-    corpus = SOURCES[data.dataset_type](data, vocab_size)
-    packing = data.packing and not corpus.is_endless
-    shuffled = data.enable_data_shuffling and not corpus.is_endless
-
-    def build_pass(source: WindowSource, seed: int | None) -> grain.IterDataset:
-        windows = grain.MapDataset.source(source)
-        if seed is not None:
-            windows = windows.shuffle(seed)
-        pack = functools.partial(pack_rows, seed=seed) if packing else pad_rows
-        rows = pack(windows, row_length=data.max_target_length)
-        return rows.batch(batch_size, batch_fn=functools.partial(stack_rows, batch_size=batch_size))
-
-    def build_epoch(epoch: int) -> grain.IterDataset:
-        return build_pass(corpus.train, _epoch_seed(data.data_shuffle_seed, epoch) if shuffled else None)
-
-    def eval_batches() -> Iterator[Batch]:
-        assert corpus.held_out is not None
-        return iter(build_pass(corpus.held_out, data.data_shuffle_seed if shuffled else None))
-
+    tokenizer = build_tokenizer(data)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    rows = _Rows(data, batch_size, shard)
+    if data.dataset_type == "synthetic":
+        return _random_dataset(data, tokenizer, vocab_size, rows)
+    mixed = data.dataset_mixture or (None,)
+    sources = [open_source(data, row, tokenizer, vocab_size) for row in mixed]
+    measured = [rows.measured(source, place) for place, source in enumerate(sources)]
+    train = measured[0].passes
+    if len(sources) > 1:
+        train = Mixture([Part(one.passes, one.source.weight) for one in measured])
+    statistics = measure(data.dataset_type, measured, data.max_target_length, max_blocks)
+    has_held_out = any(one.held_out for one in measured)
     return Dataset(
-        train=TrainIterator(EpochIterator(build_epoch, data.num_epoch)),
-        eval_batches=eval_batches if corpus.held_out is not None else None,
-        tokenizer=corpus.tokenizer,
-        summary=corpus.summary,
-        fingerprint=_fingerprint(corpus, data),
+        train=rows.train(train, [source.store for source in sources]),
+        eval_batches=functools.partial(rows.held_out, measured) if has_held_out else None,
+        tokenizer=tokenizer,
+        source_names=tuple(source.name for source in sources),
+        statistics=statistics,
+        summary=summary_line(statistics),
+        fingerprint=_fingerprint(sources, data, batch_size),
     )
 
 
-def _epoch_seed(seed: int, epoch: int) -> int:
-    # Not seed + epoch, under which the second pass of a run is the first of a run with the next seed.
-    return int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+def _random_dataset(data: DataConfig, tokenizer: Tokenizer | None, vocab_size: int, rows: "_Rows") -> Dataset:
+    store = RandomTokens(data.max_target_length, vocab_size, data.data_shuffle_seed)
+    windows = EndlessWindows(data.max_target_length)
+    packing = dataclasses.replace(rows.packing, kind="none", buckets=())
+    order = Passes(windows, packing, source=0, seed=None, num_epoch=None)
+    return Dataset(
+        train=rows.train(order, [store]),
+        eval_batches=None,
+        tokenizer=tokenizer,
+        source_names=("synthetic",),
+        statistics=None,
+        summary=f"synthetic: endless random ids below {vocab_size}, seed {data.data_shuffle_seed}, nothing held out",
+        fingerprint=_digest([store.digest, data.max_target_length, data.data_shuffle_seed]),
+    )
 
 
-def _fingerprint(corpus: Corpus, data: DataConfig) -> str:
+class _Rows:
+    """How this run makes rows and batches."""
+
+    def __init__(self, data: DataConfig, batch_size: int, shard: Shard) -> None:
+        assert batch_size % shard.count == 0
+        self._data, self._batch_size, self._shard = data, batch_size, shard
+        self._seed = data.data_shuffle_seed if data.enable_data_shuffling else None
+        self._buckets = _buckets(data)
+        self.packing = Packing(
+            kind=data.packing_type if data.packing else "none",
+            row_length=data.max_target_length,
+            max_segments=data.max_segments_per_seq,
+            in_order=self._seed is None,
+            buckets=self._buckets if data.padding_buckets else (),
+            group_size=batch_size if data.padding_buckets else 1,
+        )
+
+    def windows(self, pieces: Pieces) -> Windows:
+        return Windows(
+            pieces,
+            self._data.max_target_length,
+            truncate=self._data.long_documents == "truncate",
+            whole=self.packing.kind == "concat_then_split" and self._data.long_documents == "split",
+        )
+
+    def measured(self, source: Source, place: int) -> Measured:
+        windows = self.windows(source.train)
+        if len(windows) == 0:
+            raise DataError(
+                f"None of the {len(source.train.document):,} training documents of {source.where} has a token that "
+                "follows another. Give longer documents, or set add_bos or add_eos."
+            )
+        passes = Passes(windows, self.packing, source=place, seed=self._seed, num_epoch=source.epochs)
+        return Measured(source, windows, None if source.held_out is None else self.windows(source.held_out), passes)
+
+    def train(self, order: RowOrder, stores: Sequence[TokenStore]) -> TrainIterator:
+        workers = self._data.data_worker_count
+        ahead = workers * self._data.data_worker_buffer_size
+        fill = functools.partial(self._fill, stores=stores)
+        return TrainIterator(order, self._batch_size, fill, num_workers=workers, num_ahead=ahead)
+
+    def held_out(self, sources: Sequence[Measured]) -> Iterator[Batch]:
+        # Evenly mixed, so that the first batches are a fair sample.
+        parts = [
+            Part(Passes(one.held_out, self.packing, source=place, seed=self._seed, num_epoch=1), len(one.held_out))
+            for place, one in enumerate(sources)
+            if one.held_out
+        ]
+        fill = functools.partial(self._fill, stores=[one.source.held_out_store for one in sources])
+        return one_pass(Mixture(parts), self._batch_size, fill)
+
+    def _fill(self, rows: list[PlannedRow], stores: Sequence[TokenStore]) -> Batch:
+        """Every process has the same plan of the whole batch, so all of them know its length."""
+        longest = max(int(row.segments.length.sum()) for row in rows)
+        length = next(bucket for bucket in self._buckets if bucket >= longest)
+        share = self._batch_size // self._shard.count
+        own = rows[self._shard.index * share : (self._shard.index + 1) * share]
+        return fill_batch(own, stores, (share, length), with_sources=len(stores) > 1)
+
+
+def _buckets(data: DataConfig) -> tuple[int, ...]:
+    return tuple(sorted({*(data.padding_buckets or ()), data.max_target_length}))
+
+
+def _fingerprint(sources: Sequence[Source], data: DataConfig, batch_size: int) -> str:
     keys = {key: getattr(data, key) for key in ORDER_KEYS}
-    text = json.dumps([corpus.identity, keys])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    parts = [[*_mixed(source, len(sources)), source.store.digest, _pieces_digest(source.train)] for source in sources]
+    # Rows of one bucket are put together by the batch.
+    return _digest([parts, keys, batch_size if data.padding_buckets else None])
+
+
+def _mixed(source: Source, num_sources: int) -> tuple[float, int | None] | tuple[()]:
+    """What orders rows of several sources; passes over one source alone do not know how many they are."""
+    return (source.weight, source.epochs) if num_sources > 1 else ()
+
+
+def _pieces_digest(pieces: Pieces) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in pieces:
+        digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+def _digest(content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
 """Between text and token ids: what every tokenizer can do, and which one a config means."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +30,9 @@ class Tokenizer(Protocol):
     bos_id, eos_id: the marks that begin and end a document; None where the tokenizer has none.
     end_ids: the ids that end a continuation.
     vocab_size: the rows that a model needs for every text and for both marks.
+    digest: what tokenizers have in common that make the same ids of every text, and the same marks.
+    chat_template: the Jinja text by which a chat is written; None where the tokenizer has none.
+    special_names: the tokens that such a text may name, such as bos_token.
     """
 
     @property
@@ -44,12 +47,29 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
 
+    @property
+    def digest(self) -> str: ...  # noqa: D102
+
+    @property
+    def chat_template(self) -> str | None: ...  # noqa: D102
+
+    @property
+    def special_names(self) -> dict[str, str]: ...  # noqa: D102
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text` without marks; raises DataError for a lone surrogate."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of `text` with the marks that a model wants before it goes on; raises as `encode`."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int]]:
+        """Returns the ids of each text; raises as `encode`."""
+        ...
+
+    def encode_batch_with_starts(self, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        """Returns the ids of each text, and for each id the character where it starts; raises as `encode`."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -62,14 +82,15 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """Returns the tokenizer of tokenizer_path, else bytes; None for random tokens without a tokenizer_path.
+    """Returns the tokenizer of tokenizer_path, else bytes; None for data that is no text, without a tokenizer_path.
 
     Raises ConfigError where tokenizer_path has no tokenizer that can be read.
     """
     if data.tokenizer_path is not None:
         file = tokenizer_file(data.tokenizer_path)
         return _json_tokenizer(data.tokenizer_path, 0 if file is None else file.stat().st_mtime_ns)
-    return ByteTokenizer() if data.dataset_type != "synthetic" else None
+    is_text = data.dataset_type != "synthetic" and data.tokenize_train_data
+    return ByteTokenizer() if is_text else None
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

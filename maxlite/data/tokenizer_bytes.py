@@ -1,7 +1,7 @@
 """The byte-level tokenizer: a token is a byte of UTF-8, so every text has ids and nothing needs downloading."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from maxlite.errors import DataError
 
@@ -14,6 +14,8 @@ class ByteTokenizer:
     bos_id = NUM_BYTES
     eos_id = NUM_BYTES + 1
     vocab_size = NUM_BYTES + 2
+    digest = f"bytes, {bos_id}, {eos_id}"
+    chat_template = None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -30,6 +32,19 @@ class ByteTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the begin mark and the bytes of `text`; raises as `encode`."""
         return [self.bos_id, *self.encode(text)]
+
+    def encode_batch(self, texts: list[str]) -> list[Sequence[int]]:
+        """Returns the bytes of each text, which are its ids; raises as `encode`."""
+        return [utf8_bytes(text) for text in texts]
+
+    def encode_batch_with_starts(self, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        """Returns the bytes of each text, as `encode` does, and for each byte the place of its character."""
+        return [(self.encode(text), _starts(text)) for text in texts]
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        """No token has a name that can be written."""
+        return {}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`; marks and ids above them have none, broken UTF-8 becomes U+FFFD."""
@@ -70,3 +85,9 @@ def utf8_bytes(text: str) -> bytes:
 
 def _text_bytes(ids: Iterable[int]) -> bytes:
     return bytes(token for token in ids if token < NUM_BYTES)
+
+
+def _starts(text: str) -> list[int]:
+    if text.isascii():
+        return list(range(len(text)))
+    return [place for place, character in enumerate(text) for _ in character.encode("utf-8")]

@@ -8,7 +8,8 @@ from maxlite.config.layers import LayerSpec, attention_head_dim, attention_kv_he
 from maxlite.config.schema import Config, ModelConfig
 from maxlite.model.remat import kept_names
 from maxlite.parallel.sharding import mesh_axes, num_parts
-from maxlite.train.setup import Setup, pipeline_microbatches
+from maxlite.train.batches import pipeline_microbatches
+from maxlite.train.setup import Setup
 from maxlite.train.state import device_bytes
 
 # Between a device and its host, over PCIe: bytes per second, about.

@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 from maxlite.checkpoint.step_folder import CHECKPOINTS
-from maxlite.data.gguf_header import is_gguf, read_header
-from maxlite.data.gguf_tokenizer import write_tokenizer
+from maxlite.data.gguf_header import is_gguf
 from maxlite.data.json_files import write_json
-from maxlite.data.model_folder import ORIGINALS, has_tokenizer
+from maxlite.data.model_folder import ORIGINALS, TOKENIZER_FILE, has_tokenizer, tokenizer_file
+from maxlite.data.tokenizer_formats import JSON, tokenizer_format, write_tokenizer
 from maxlite.errors import ConversionError
 from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_folder
 
@@ -39,25 +39,40 @@ def keep_files(source: Path, run: Path) -> None:
 
 
 def keep_tokenizer(source: Path, destination: Path) -> None:
-    """Copies the files that a tokenizer is made of, those that are there; of a GGUF file they are made.
+    """Copies the files that a tokenizer is made of, those that are there.
+
+    Of a tokenizer of another format than tokenizer.json such a file is made as well, so that every program opens it.
 
     source: a folder, or a file of a tokenizer's.
 
     Raises:
-        ConversionError: one can't be copied.
+        ConversionError: one can't be copied or written.
+        ConfigError: the tokenizer can't be read.
     """
-    if is_gguf(source):
-        if has_tokenizer(source):
-            write_tokenizer(read_header(source), destination)
+    if is_gguf(source) and not has_tokenizer(source):
         return
-    source = source.parent if source.is_file() else source
-    for name in TOKENIZER_FILES:
-        if not (source / name).is_file() or (source / name).resolve() == (destination / name).resolve():
-            continue
+    file = tokenizer_file(source)
+    made = file is not None and tokenizer_format(file) != JSON
+    if not is_gguf(source):
+        folder = source.parent if source.is_file() else source
+        for name in {*TOKENIZER_FILES} - {TOKENIZER_FILE}:
+            _copy(folder / name, destination / name)
+        if file is not None:
+            _copy(file, destination / (file.name if made else TOKENIZER_FILE))
+    if file is not None and made:
         try:
-            shutil.copyfile(source / name, destination / name)
+            write_tokenizer(file, destination)
         except OSError as error:
-            raise ConversionError(f"{source / name} can't be copied to {destination}: {error.strerror}.") from error
+            raise ConversionError(f"The tokenizer of {file} can't be written to {destination}: {error}.") from error
+
+
+def _copy(file: Path, kept: Path) -> None:
+    if not file.is_file() or file.resolve() == kept.resolve():
+        return
+    try:
+        shutil.copyfile(file, kept)
+    except OSError as error:
+        raise ConversionError(f"{file} can't be copied to {kept.parent}: {error.strerror}.") from error
 
 
 def run_of(source: Path) -> Path:

@@ -51,6 +51,17 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
     run_decode(resolved, config, json_output=json_output)
 
 
+@app.command("eval", context_settings=KEYS_WITH_DASHES)
+def evaluate(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
+    """Loss and perplexity over all that is held out: of a run, its checkpoint, or a Hugging Face folder."""
+    from maxlite.launcher.eval_config import resolve_evaluation
+
+    resolved = resolve_evaluation(config, overrides or [])
+    from maxlite.launcher.evaluate import print_evaluation
+
+    print_evaluation(resolved, config, json_output=json_output)
+
+
 @app.command(context_settings=KEYS_WITH_DASHES)
 def estimate(
     config: ConfigArgument,
@@ -130,6 +141,51 @@ def models(
         print_models(json_output)
     else:
         print_model(action, name, overrides or [], json_output)
+
+
+data_app = typer.Typer(
+    help="Look at the data, or make it into tokens before training.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("inspect", context_settings=KEYS_WITH_DASHES)
+def inspect_data(
+    config: ConfigArgument,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]... [batches=K]", help="Any key of base.yml; batches to show."),
+    ] = None,
+    json_output: JsonOption = False,
+    show_mask: Annotated[
+        bool, typer.Option("--show-mask", help="The first batch as text: what is trained, what is only read.")
+    ] = False,
+) -> None:
+    """Print what the data amounts to: documents, tokens, padding, what is cut or skipped; and its first batches."""
+    from maxlite.launcher import data
+    from maxlite.launcher.resolve import resolve_config
+
+    num_batches, keys = data.take_batches(overrides or [])
+    data.inspect(resolve_config(config, keys), num_batches, json_output=json_output, show_mask=show_mask)
+
+
+@data_app.command("tokenize", context_settings=KEYS_WITH_DASHES)
+def tokenize_data(
+    config: ConfigArgument,
+    destination: Annotated[str, typer.Argument(metavar="OUT", help="A folder, new or begun by this command.")],
+    overrides: Overrides = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=1024, help="Processes that encode, 0.5 GB each; 0 = this one; unset = one a core."),
+    ] = None,
+) -> None:
+    """Write dataset_path in tokens, to be trained on as dataset_type=tokenized; the same command again goes on."""
+    from maxlite.launcher.data import run_tokenize
+    from maxlite.launcher.resolve import resolve_config
+
+    run_tokenize(
+        resolve_config(config, overrides or []), destination, (os.cpu_count() or 1) if workers is None else workers
+    )
 
 
 def main() -> None:

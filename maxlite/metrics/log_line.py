@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from maxlite.metrics.rates import EVAL_SOURCE
+
 
 def step_line(step: int, tags: Mapping[str, float], hbm_limit_gib: float | None = None) -> str:
     """Formats one training step.
@@ -29,12 +31,22 @@ def step_line(step: int, tags: Mapping[str, float], hbm_limit_gib: float | None 
 
 def eval_line(step: int, tags: Mapping[str, float]) -> str:
     """Formats the evaluation that follows training step `step`; `tags` are those of `eval_tags`."""
-    balance = f", avg_moe_lb_loss={tags['eval/avg_moe_lb_loss']:.6f}" if "eval/avg_moe_lb_loss" in tags else ""
-    return (
-        f"Completed eval after train step {step}, loss={tags['eval/avg_loss']:.3f}, "
-        f"perplexity={tags['eval/avg_perplexity']:.3f}, total_weights={tags['eval/total_weights']:.0f}, "
-        f"avg_z_loss={tags['eval/avg_z_loss']:.6f}{balance}"
-    )
+    return f"Completed eval after train step {step}, {eval_numbers(tags)}"
+
+
+def eval_numbers(tags: Mapping[str, float]) -> str:
+    """Formats what `eval_tags` and `source_tags` say of an evaluation, as the end of a line."""
+    parts = [
+        f"loss={tags['eval/avg_loss']:.3f}",
+        f"perplexity={tags['eval/avg_perplexity']:.3f}",
+        f"total_weights={tags['eval/total_weights']:.0f}",
+        f"avg_z_loss={tags['eval/avg_z_loss']:.6f}",
+    ]
+    if "eval/avg_moe_lb_loss" in tags:
+        parts.append(f"avg_moe_lb_loss={tags['eval/avg_moe_lb_loss']:.6f}")
+    of_sources = [(name, tag) for tag in tags if (name := tag.removeprefix(EVAL_SOURCE)) != tag]
+    parts.extend(f"loss of {name}={tags[tag]:.3f}" for name, tag in of_sources)
+    return ", ".join(parts)
 
 
 def compile_line(name: str, seconds: float) -> str:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
+# What the name of a mixture's source follows in the tag of its mean loss.
+TRAIN_SOURCE, EVAL_SOURCE = "learning/loss_", "eval/avg_loss_"
 _GIB = 2**30
 
 
@@ -93,6 +95,17 @@ def eval_tags(loss_sum: float, z_loss_sum: float, total_weights: float, seconds:
         "eval/avg_z_loss": z_loss_sum / divisor,
         "eval/step_time_seconds": seconds,
     }
+
+
+def source_tags(
+    prefix: str, names: Sequence[str], loss_sums: Iterable[float], total_weights: Iterable[float]
+) -> dict[str, float]:
+    """Returns the mean loss of each source that has targets, as the tag `prefix` + its name.
+
+    loss_sums, total_weights: of each source, the sum of its cross entropy in nats and the number of its targets.
+    """
+    sums = zip(names, loss_sums, total_weights, strict=True)
+    return {f"{prefix}{name}": float(loss / weight) for name, loss, weight in sums if weight > 0}
 
 
 def perplexity(loss: float) -> float:

@@ -1,7 +1,7 @@
 """Times the compilation of a jitted function and says why it was compiled again."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ class Compilation:
     """What one call spent on compiling.
 
     seconds: tracing, lowering and compiling, or fetching from the compile cache.
-    warning: None for the first compilation; after it, what changed since the nearest earlier one.
+    warning: None for the first compilation of a variant; after it, what changed since the nearest earlier one.
     """
 
     seconds: float
@@ -43,20 +43,21 @@ class RecompileWatch:
         self._name = name
         self._seconds = 0.0
         self._compiled = False
-        self._signatures: list[_Signature] = []
+        self._signatures: dict[Hashable, list[_Signature]] = {}
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def check(self, arguments: Mapping[str, Any]) -> Compilation | None:
+    def check(self, arguments: Mapping[str, Any], variant: Hashable = None) -> Compilation | None:
         """Returns what the call just made spent on compiling, or None if it compiled nothing.
 
         arguments: name -> pytree, as given to that call. Donated arrays are fine: only their types are read.
+        variant: of the program, where it is known that there are several, such as one for each length of rows.
         """
         if not self._compiled:
             return None
         seconds, self._seconds, self._compiled = self._seconds, 0.0, False
-        signature = _signature(arguments)
-        warning = self._warning(signature, seconds) if self._signatures else None
-        self._signatures.append(signature)
+        signature, before = _signature(arguments), self._signatures.setdefault(variant, [])
+        warning = self._warning(signature, seconds, before) if before else None
+        before.append(signature)
         return Compilation(seconds, warning)
 
     def close(self) -> None:
@@ -78,8 +79,8 @@ class RecompileWatch:
             self._seconds += duration_secs
             self._compiled |= event == _BACKEND_COMPILE
 
-    def _warning(self, signature: _Signature, seconds: float) -> str:
-        changes = min((_changes(earlier, signature) for earlier in self._signatures), key=len)
+    def _warning(self, signature: _Signature, seconds: float, before: Sequence[_Signature]) -> str:
+        changes = min((_changes(earlier, signature) for earlier in before), key=len)
         head = f"{self._name} was compiled again, in {seconds:.1f} s: "
         if not changes:
             return head + "its arguments are of the same kind as before, so a jax setting or the mesh has changed."

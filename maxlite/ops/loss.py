@@ -22,10 +22,16 @@ class _Options(NamedTuple):
     num_tiles: int
     z_loss_multiplier: float
     soft_cap: float | None
+    num_sources: int | None
+
+    @property
+    def loss_shape(self) -> tuple[int, ...]:
+        """Of the summed cross entropy: a scalar, or one number a source."""
+        return () if self.num_sources is None else (self.num_sources,)
 
 
 class _Tile(NamedTuple):
-    """Tokens of one tile: x [B, T, D], targets [B, T], weights [B, T]; of all tiles, with a leading dimension.
+    """Tokens of one tile: x [B, T, D], the others [B, T]; of all tiles, with a leading dimension.
 
     B counts the rows of all devices whose tokens this one serves.
     """
@@ -33,6 +39,7 @@ class _Tile(NamedTuple):
     x: jax.Array
     targets: jax.Array
     weights: jax.Array
+    source_ids: jax.Array | None
 
 
 def chunked_cross_entropy(
@@ -44,6 +51,8 @@ def chunked_cross_entropy(
     num_tiles: int,
     z_loss_multiplier: float = 0.0,
     soft_cap: float | None = None,
+    source_ids: jax.Array | None = None,
+    num_sources: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Weighted cross entropy and z-loss (PaLM, arXiv:2204.02311, section 5), summed over all tokens.
 
@@ -60,14 +69,17 @@ def chunked_cross_entropy(
     num_tiles: into how many parts a device's share of T is cut; a remainder is padded with weight 0.
     z_loss_multiplier: factor of the squared logsumexp.
     soft_cap: bounds the logits to (-soft_cap, soft_cap) by tanh (Gemma 2, arXiv:2408.00118).
-    Returns: (loss, z_loss), float32 scalars: sum of weight * (logsumexp - logit of the target), and
-        z_loss_multiplier * sum of weight * logsumexp^2. The first carries the gradient of both when their cotangents
-        are equal; see `_backward`.
+    source_ids: [B, T] int32 below num_sources, where the loss of each source is wanted; both or neither.
+    Returns: (loss, z_loss), float32: sum of weight * (logsumexp - logit of the target), a scalar or [num_sources], and
+        the scalar z_loss_multiplier * sum of weight * logsumexp^2. The first carries the gradient of both when all
+        their cotangents are equal; see `_backward`.
     """
     if num_tiles < 1:
         raise ValueError(f"num_tiles must be at least 1, not {num_tiles}")
-    options = _Options(num_tiles, float(z_loss_multiplier), soft_cap)
-    return _tiled_loss(options, x, unembedding, targets, weights.astype(jnp.float32))
+    if (source_ids is None) != (num_sources is None):
+        raise ValueError("source_ids and num_sources go together")
+    options = _Options(num_tiles, float(z_loss_multiplier), soft_cap, num_sources)
+    return _tiled_loss(options, x, unembedding, targets, weights.astype(jnp.float32), source_ids)
 
 
 def _tile_loss(
@@ -83,9 +95,17 @@ def _tile_loss(
     picked = jnp.take_along_axis(logits, places[..., None], axis=-1, mode="clip")[..., 0]
     # A target among the columns of another device is picked there.
     picked = split.sum_columns(jnp.where((places >= 0) & (places < logits.shape[-1]), picked, 0.0))
-    loss = jnp.sum(tile.weights * (normalizer - picked))
+    loss = _sum_by_source(options, tile.weights * (normalizer - picked), tile.source_ids)
     z_loss = options.z_loss_multiplier * jnp.sum(tile.weights * normalizer**2)
     return (loss, z_loss), logits, normalizer, places
+
+
+def _sum_by_source(options: _Options, losses: jax.Array, source_ids: jax.Array | None) -> jax.Array:
+    """losses [B, T] -> their sum, or [num_sources]."""
+    if options.num_sources is None or source_ids is None:
+        return jnp.sum(losses)
+    is_of = source_ids == jnp.arange(options.num_sources, dtype=jnp.int32)[:, None, None]
+    return jnp.sum(jnp.where(is_of, losses, 0.0), axis=(1, 2))
 
 
 def _logits_gradient(
@@ -130,7 +150,20 @@ def _tiles(options: _Options, split: Split, tokens: _Tile) -> _Tile:
         parts = jnp.pad(array, padding).reshape(array.shape[0], count, width, *array.shape[2:])
         return jnp.moveaxis(parts, 1, 0)
 
-    return _Tile(cut(tokens.x), split.gather(cut(tokens.targets), axis=1), split.gather(cut(tokens.weights), axis=1))
+    def served(array: jax.Array) -> jax.Array:
+        return split.gather(cut(array), axis=1)
+
+    sources = None if tokens.source_ids is None else served(tokens.source_ids)
+    return _Tile(cut(tokens.x), served(tokens.targets), served(tokens.weights), sources)
+
+
+def _argument_axes(source_ids: jax.Array | None) -> tuple:
+    tokens = (_TOKEN_AXES, _TOKEN_AXES, None if source_ids is None else _TOKEN_AXES)
+    return (_HIDDEN_AXES, _MATRIX_AXES, *tokens)
+
+
+def _loss_axes(options: _Options) -> tuple[tuple[None, ...], tuple[None, ...]]:
+    return (None,) * len(options.loss_shape), ()
 
 
 def _from_tiles(tiles: jax.Array, length: int) -> jax.Array:
@@ -141,11 +174,16 @@ def _from_tiles(tiles: jax.Array, length: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tiled_loss(
-    options: _Options, x: jax.Array, unembedding: jax.Array, targets: jax.Array, weights: jax.Array
+    options: _Options,
+    x: jax.Array,
+    unembedding: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    source_ids: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """(loss, z_loss) without gradients: what evaluation runs."""
 
-    def run(part: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(part: jax.Array, kernel: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         split = _plan(x, part, kernel)
         kernel = split.matrix(kernel.astype(x.dtype))
 
@@ -154,20 +192,25 @@ def _tiled_loss(
             (loss, z_loss), *_ = _tile_loss(options, split, tile, kernel)
             return (sums[0] + loss, sums[1] + z_loss), None
 
-        zero = jnp.zeros((), jnp.float32)
-        sums, _ = jax.lax.scan(add_tile, (zero, zero), _tiles(options, split, _Tile(part, targets, weights)))
+        zeros = jnp.zeros(options.loss_shape, jnp.float32), jnp.zeros((), jnp.float32)
+        sums, _ = jax.lax.scan(add_tile, zeros, _tiles(options, split, _Tile(part, *tokens)))
         return split.sum_tokens(sums[0]), split.sum_tokens(sums[1])
 
-    in_axes = (_HIDDEN_AXES, _MATRIX_AXES, _TOKEN_AXES, _TOKEN_AXES)
-    return per_device(run, in_axes, ((), ()))(x, unembedding, targets, weights)
+    mapped = per_device(run, _argument_axes(source_ids), _loss_axes(options))
+    return mapped(x, unembedding, targets, weights, source_ids)
 
 
 def _forward(
-    options: _Options, x: jax.Array, unembedding: jax.Array, targets: jax.Array, weights: jax.Array
+    options: _Options,
+    x: jax.Array,
+    unembedding: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    source_ids: jax.Array | None,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """Loss and, while each tile's logits are at hand, the gradients: x's in its dtype, the unembedding's in float32."""
 
-    def run(part: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+    def run(part: jax.Array, kernel: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, ...]:
         split = _plan(x, part, kernel)
         kernel = split.matrix(kernel.astype(x.dtype))
 
@@ -180,9 +223,9 @@ def _forward(
             sums = (sums[0] + loss, sums[1] + z_loss, sums[2] + kernel_gradient)
             return sums, split.scatter(x_gradient.astype(x.dtype))
 
-        zero = jnp.zeros((), jnp.float32)
-        initial = (zero, zero, jnp.zeros(kernel.shape, jnp.float32))
-        sums, x_gradient = jax.lax.scan(add_tile, initial, _tiles(options, split, _Tile(part, targets, weights)))
+        shapes = (options.loss_shape, (), kernel.shape)
+        initial = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        sums, x_gradient = jax.lax.scan(add_tile, initial, _tiles(options, split, _Tile(part, *tokens)))
         return (
             split.sum_tokens(sums[0]),
             split.sum_tokens(sums[1]),
@@ -190,22 +233,20 @@ def _forward(
             split.matrix_gradient(sums[2]),
         )
 
-    in_axes = (_HIDDEN_AXES, _MATRIX_AXES, _TOKEN_AXES, _TOKEN_AXES)
-    mapped = per_device(run, in_axes, ((), (), _HIDDEN_AXES, _MATRIX_AXES))
-    loss, z_loss, x_gradient, kernel_gradient = mapped(x, unembedding, targets, weights)
+    mapped = per_device(run, _argument_axes(source_ids), (*_loss_axes(options), _HIDDEN_AXES, _MATRIX_AXES))
+    loss, z_loss, x_gradient, kernel_gradient = mapped(x, unembedding, targets, weights, source_ids)
     # An empty array carries the unembedding's dtype to the backward pass: residuals must be arrays.
     return (loss, z_loss), (x_gradient, kernel_gradient, jnp.zeros((0,), unembedding.dtype))
 
 
 def _backward(
     options: _Options, residuals: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None, None]:
+) -> tuple[jax.Array, jax.Array, None, None, None]:
     """Scale the stored gradients of loss + z_loss by the loss's cotangent; a second pair for z_loss is not kept."""
-    del options
     x_gradient, kernel_gradient, like_unembedding = residuals
-    scale = cotangents[0]
+    scale = cotangents[0] if options.num_sources is None else cotangents[0][0]
     x_gradient = (x_gradient.astype(jnp.float32) * scale).astype(x_gradient.dtype)
-    return x_gradient, (kernel_gradient * scale).astype(like_unembedding.dtype), None, None
+    return x_gradient, (kernel_gradient * scale).astype(like_unembedding.dtype), None, None, None
 
 
 _tiled_loss.defvjp(_forward, _backward)

@@ -1,36 +1,34 @@
 """Loss on held-out data: sums over all its targets, whatever the batch size."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxlite.data.batch import Batch
-from maxlite.metrics.rates import eval_tags
+from maxlite.metrics.rates import EVAL_SOURCE, eval_tags, source_tags
+from maxlite.train.eval_setup import EvalSetup
 from maxlite.train.step import LossSums
 
 
-def evaluate(
-    eval_step: Callable[[Any, Any], LossSums],
-    params: Any,
-    batches: Iterator[Batch],
-    eval_steps: int,
-    place: Callable[[Batch], Batch],
-) -> dict[str, float]:
-    """Returns the eval/* tags over the first `eval_steps` batches, -1 for all of them.
-
-    eval_step: compiled, (params, batch) -> sums. place: puts a batch on the devices.
-    """
-    began = time.perf_counter()
-    sums, routed = [0.0] * 5, False
+def evaluate(setup: EvalSetup, params: Any, batches: Iterator[Batch], eval_steps: int) -> dict[str, float]:
+    """Returns the eval/* tags over the first `eval_steps` batches, -1 for all of them."""
+    began, routed = time.perf_counter(), False
+    # In float64: the sum over many batches loses nothing to the size of one.
+    totals: dict[str, Any] = dict.fromkeys(LossSums._fields, np.zeros(()))
     for batch in islice(batches, None if eval_steps == -1 else eval_steps):
-        # Python floats are float64: the sum over many batches loses nothing to the size of one.
-        new = eval_step(params, place(batch))
-        scalars = (new.lm_loss, new.z_loss, new.targets, new.balance, new.tokens)
-        sums = [total + float(scalar) for total, scalar in zip(sums, scalars, strict=True)]
-        routed = bool(jax.tree.leaves(new.loads))
-    lm_loss, z_loss, targets, balance, tokens = sums
+        sums = setup.eval_step(params, setup.place(batch))
+        routed = bool(jax.tree.leaves(sums.loads))
+        for name, value in sums._asdict().items():
+            if isinstance(value, jax.Array):
+                totals[name] = totals[name] + np.asarray(value, np.float64)
+    lm_loss, z_loss, targets = (float(totals[name]) for name in ("lm_loss", "z_loss", "targets"))
     tags = eval_tags(lm_loss, z_loss, targets, time.perf_counter() - began)
-    return tags | ({"eval/avg_moe_lb_loss": balance / max(tokens, 1.0)} if routed else {})
+    if routed:
+        tags["eval/avg_moe_lb_loss"] = float(totals["balance"]) / max(float(totals["tokens"]), 1.0)
+    names = setup.batches.source_names
+    by_source = (np.broadcast_to(totals[name], len(names)).tolist() for name in ("source_losses", "source_targets"))
+    return tags | source_tags(EVAL_SOURCE, names, *by_source)

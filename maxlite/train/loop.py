@@ -9,16 +9,19 @@ import time
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from maxlite.config.schema import Config
 from maxlite.data.batch import Batch
 from maxlite.data.pipeline import Dataset
 from maxlite.metrics.log_line import compile_line
+from maxlite.metrics.rates import TRAIN_SOURCE, source_tags
 from maxlite.metrics.recompile import RecompileWatch
 from maxlite.train.evaluate import evaluate
 from maxlite.train.report import Reporter
 from maxlite.train.setup import Setup
 from maxlite.train.state import TrainState
+from maxlite.train.step import SOURCE_LOSSES, SOURCE_TARGETS
 from maxlite.train.stop_signal import StopSignal
 
 Save = Callable[[int, TrainState], None]
@@ -26,9 +29,10 @@ Save = Callable[[int, TrainState], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatched:
-    """A step that the devices are at: its metrics are still being computed."""
+    """A step that the devices are at: its metrics are still being computed. length: of the rows of its batch."""
 
     step: int
+    length: int
     metrics: dict[str, jax.Array]
     data_wait_seconds: float
     compile_seconds: float
@@ -60,7 +64,8 @@ class Loop:
                 batch = next(self.dataset.train, None)
                 if batch is None:
                     passes = self.config.data.num_epoch
-                    self.reporter.line(f"The data ended after {passes} passes, at step {done}.")
+                    after = "all sources" if passes is None else f"{passes} passes"
+                    self.reporter.line(f"The data ended after {after}, at step {done}.")
                     break
                 waited = time.perf_counter() - began
                 state = self._step(state, done, self.setup.place(batch), waited)
@@ -88,11 +93,11 @@ class Loop:
         self.reporter.restart_clock()
 
     def _step(self, state: TrainState, step: int, batch: Batch, waited: float) -> TrainState:
-        arguments = {"state": state, "batch": batch}
+        arguments, length = {"state": state, "batch": batch}, batch.inputs.shape[1]
         self.reporter.profiler.before_step(step)
         state, metrics = self.setup.train_step(state, batch)
         traced = self.reporter.profiler.after_step(metrics)
-        compilation = self.train_watch.check(arguments)
+        compilation = self.train_watch.check(arguments, length)
         if compilation is not None and self.dispatched is not None:
             # The step before was still in flight while this one compiled, and its time holds that.
             self.dispatched = dataclasses.replace(self.dispatched, compile_seconds=compilation.seconds)
@@ -101,23 +106,31 @@ class Loop:
         if traced is not None:
             self.reporter.line(f"Wrote a trace of {self.config.metrics.profiler_steps} steps to {traced}")
         if compilation is not None:
-            self.reporter.line(compilation.warning or compile_line("train_step", compilation.seconds))
+            self.reporter.line(compilation.warning or compile_line(self._program(length), compilation.seconds))
         compile_seconds = 0.0 if compilation is None or in_flight else compilation.seconds
-        self.dispatched = _Dispatched(step, metrics, waited, compile_seconds)
+        self.dispatched = _Dispatched(step, length, metrics, waited, compile_seconds)
         return state
 
     def _report(self) -> None:
         """Waits for the step in flight, if any, and hands its numbers on."""
         if self.dispatched is not None:
             sent, self.dispatched = self.dispatched, None
-            scalars = {name: float(value) for name, value in sent.metrics.items()}
-            self.reporter.step(sent.step, scalars, sent.data_wait_seconds, sent.compile_seconds)
+            metrics, sources = dict(sent.metrics), self.setup.batches.source_names
+            by_source = {}
+            if sources:
+                losses, targets = (np.asarray(metrics.pop(name)) for name in (SOURCE_LOSSES, SOURCE_TARGETS))
+                by_source = source_tags(TRAIN_SOURCE, sources, losses, targets)
+            scalars = {name: float(value) for name, value in metrics.items()} | by_source
+            self.reporter.step(sent.step, sent.length, scalars, sent.data_wait_seconds, sent.compile_seconds)
+
+    def _program(self, length: int) -> str:
+        return f"train_step of rows of {length}" if len(self.setup.batches.lengths) > 1 else "train_step"
 
     def _evaluate(self, state: TrainState, done: int) -> None:
         self._report()
         if self.dataset.eval_batches is not None:
             batches, steps = self.dataset.eval_batches(), self.config.train.eval_steps
-            tags = evaluate(self.setup.eval_step, state.params, batches, steps, self.setup.place)
+            tags = evaluate(self.setup, state.params, batches, steps)
             compilation = self.eval_watch.check({"params": state.params})
             if compilation is not None:
                 tags["eval/step_time_seconds"] -= compilation.seconds

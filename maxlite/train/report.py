@@ -58,8 +58,10 @@ class Reporter:
         """Keeps what was done since the last step, such as an evaluation, out of the next one's time."""
         self._clock = time.perf_counter()
 
-    def step(self, step: int, scalars: dict[str, float], data_wait_seconds: float, compile_seconds: float) -> None:
-        """Reports a training step that has just ended.
+    def step(
+        self, step: int, length: int, scalars: dict[str, float], data_wait_seconds: float, compile_seconds: float
+    ) -> None:
+        """Reports a training step that has just ended; length: of the rows of its batch.
 
         Raises:
             NonFiniteLossError: its loss, gradients or parameters are NaN or infinite, and the config says to stop then.
@@ -68,11 +70,12 @@ class Reporter:
         self._clock = now
         memory = device_memory_gib(self._setup.devices[0])
         timing = StepTiming(now - before, data_wait_seconds, compile_seconds, memory[0] if memory else None)
-        tags = step_tags(scalars, timing, self._setup.work)
+        work = self._setup.works[length]
+        tags = step_tags(scalars, timing, work)
         self.flush()
         self._row = (step, tags)
         rate = tags.get("perf/per_device_tokens_per_sec")
-        tokens_per_second = None if rate is None else rate * self._setup.work.num_devices
+        tokens_per_second = None if rate is None else rate * work.num_devices
         self._progress.update(step, tags["learning/loss"], tokens_per_second, tags.get("perf/mfu"))
         if step % self._config.metrics.log_period == 0 or step + 1 == self._config.train.steps:
             self.line(step_line(step, tags, memory[1] if memory else None))

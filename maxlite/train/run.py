@@ -12,10 +12,9 @@ from maxlite.config.inert import inert_keys
 from maxlite.config.load import dump_config, load_config
 from maxlite.config.schema import Config
 from maxlite.data.pipeline import Dataset, build_dataset
-from maxlite.errors import CheckpointError, DataError, OutOfMemoryError, PreemptedError
+from maxlite.errors import CheckpointError, DataError, PreemptedError
 from maxlite.hf.load import load_parameters
 from maxlite.hf.run_files import keep_files, keep_tokenizer, run_of
-from maxlite.metrics.out_of_memory import is_out_of_memory, out_of_memory_advice
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.writers import MetricsWriter
 from maxlite.parallel.devices import prepare_jax
@@ -23,6 +22,7 @@ from maxlite.parallel.sharding import use_mesh
 from maxlite.parallel.xla_flags import compiler_options
 from maxlite.train.compiled_step import read_step
 from maxlite.train.loop import Loop
+from maxlite.train.memory_errors import memory_advice
 from maxlite.train.program import dump_programs
 from maxlite.train.report import Reporter, start_lines
 from maxlite.train.setup import Setup, build_setup
@@ -55,15 +55,10 @@ def run_train(config: Config) -> TrainResult:
     """
     with StopSignal() as stop:
         prepare_jax(config.run)
-        try:
+        with memory_advice(config):
             setup = build_setup(config)
             with use_mesh(setup.mesh, setup.rules, config.compute.matmul_precision, setup.execution):
                 return _run(config, setup, stop)
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
-                raise
-            sections = (config.compute, config.data, config.train, config.parallel, config.optimizer)
-            raise OutOfMemoryError(out_of_memory_advice(str(error) or "the host's memory", *sections)) from error
 
 
 def _run(config: Config, setup: Setup, stop: StopSignal) -> TrainResult:

@@ -19,6 +19,8 @@ from maxlite.train.state import TrainState
 # Float32 logits of one tile stay below this, when num_vocab_tiling=0 leaves the choice to us: small enough for a
 # last-level cache on a CPU, and nothing beside the weights elsewhere.
 AUTO_TILE_BYTES = 64 << 20
+# Metrics of a step on a mixture, [S]: the sum of each source's cross entropy in nats, and the number of its targets.
+SOURCE_LOSSES, SOURCE_TARGETS = "source_losses", "source_targets"
 
 
 class LossSums(NamedTuple):
@@ -26,6 +28,7 @@ class LossSums(NamedTuple):
 
     balance: the experts' load-balance loss of every real token, averaged over the routed layers; 0 without experts.
     loads: group -> block -> [R, E], the choices that each expert got.
+    source_losses, source_targets: [S], the share of each of a mixture's sources in lm_loss and targets; None without.
     """
 
     lm_loss: jax.Array
@@ -34,6 +37,8 @@ class LossSums(NamedTuple):
     targets: jax.Array
     tokens: jax.Array
     loads: dict[str, dict[str, jax.Array]]
+    source_losses: jax.Array | None = None
+    source_targets: jax.Array | None = None
 
 
 class Scales(NamedTuple):
@@ -46,8 +51,11 @@ class Scales(NamedTuple):
 LossFunction = Callable[[Any, Batch, Scales], LossSums]
 
 
-def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float) -> LossFunction:
-    """Returns `loss(params, batch, scales)`: sums over the batch, each target's and token's loss times its scale."""
+def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float, num_sources: int | None = None) -> LossFunction:
+    """Returns `loss(params, batch, scales)`: sums over the batch, each target's and token's loss times its scale.
+
+    num_sources: of a mixture, whose batches have source_ids; None without.
+    """
 
     def loss(params: Any, batch: Batch, scales: Scales) -> LossSums:
         output = model.apply(params, batch.inputs, batch.positions, batch.segment_ids)
@@ -59,16 +67,20 @@ def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float) -> LossFu
             num_tiles=num_tiles,
             z_loss_multiplier=z_loss_multiplier,
             soft_cap=model.config.final_logits_soft_cap,
+            source_ids=batch.source_ids,
+            num_sources=num_sources,
         )
         balances = [stats.balance for blocks in output.stats.values() for stats in blocks.values()]
         layers = max(sum(balance.shape[0] for balance in balances), 1)
         return LossSums(
-            lm_loss,
+            lm_loss if num_sources is None else jnp.sum(lm_loss),
             z_loss,
             sum((jnp.sum(balance) for balance in balances), jnp.float32(0)) / layers * scales.token,
             jnp.sum(batch.loss_mask),
             _num_tokens(batch),
             {group: {name: stats.load for name, stats in blocks.items()} for group, blocks in output.stats.items()},
+            None if num_sources is None else lm_loss,
+            None if num_sources is None else _source_targets(batch, num_sources),
         )
 
     return loss
@@ -76,6 +88,11 @@ def build_loss(model: Model, num_tiles: int, z_loss_multiplier: float) -> LossFu
 
 def _num_tokens(batch: Batch) -> jax.Array:
     return jnp.sum(batch.segment_ids != 0, dtype=jnp.float32)
+
+
+def _source_targets(batch: Batch, num_sources: int) -> jax.Array:
+    is_of = batch.source_ids == jnp.arange(num_sources, dtype=jnp.int32)[:, None, None]
+    return jnp.sum(jnp.where(is_of, batch.loss_mask, 0.0), axis=(1, 2))
 
 
 def automatic_tiles(shape: tuple[int, int], vocab_size: int) -> int:
@@ -142,6 +159,9 @@ def build_train_step(
             "current_learning_rate": schedule(state.step),
             **_routing_metrics(sums),
         }
+        if sums.source_losses is not None and sums.source_targets is not None:
+            metrics[SOURCE_LOSSES] = sums.source_losses / scales.target
+            metrics[SOURCE_TARGETS] = sums.source_targets
         return TrainState(state.step + 1, params, moments), metrics
 
     return train_step

@@ -16,6 +16,7 @@ GDN = (
     "gdn_key_head_dim=8", "gdn_value_head_dim=8",
 )  # fmt: skip
 # For each rule: overrides that break it, and the words that its message must hold.
+MIXTURE = "[{path: a, weight: 2}, {path: b, weight: 1}]"
 BROKEN = {
     "check_heads": [
         (["num_query_heads=6", "num_kv_heads=4"], ["num_query_heads=6", "num_kv_heads=4"]),
@@ -146,7 +147,29 @@ BROKEN = {
     "check_dataset": [
         (["dataset_type=synthetic", "dataset_path=x"], ["dataset_path", "dataset_type=synthetic"]),
         (["dataset_type=synthetic", "eval_dataset_path=x"], ["eval_dataset_path", "dataset_type=synthetic"]),
+        (["dataset_type=synthetic", "num_epoch=2"], ["num_epoch=2", "synthetic"]),
         (["vocab_size=257"], ["vocab_size=257", "258", "dataset_type"]),
+        (["dataset_type=tfds"], ["dataset_type=tfds", "dataset_name"]),
+        (["dataset_name=wikitext"], ["dataset_name=wikitext", "tfds"]),
+        (["dataset_type=jsonl", "eval_split=test"], ["eval_split=test", "eval_dataset_path"]),
+    ],
+    "check_mixture": [
+        ([f"dataset_mixture={MIXTURE}", "dataset_path=c"], ["dataset_path", "dataset_mixture"]),
+        ([f"dataset_mixture={MIXTURE}", "eval_dataset_path=c"], ["eval_dataset_path", "eval_fraction"]),
+        ([f"dataset_mixture={MIXTURE}", "num_epoch=1"], ["num_epoch", "epochs"]),
+        ([f"dataset_mixture={MIXTURE}", "dataset_type=tfds", "dataset_name=a"], ["dataset_mixture", "tfds"]),
+    ],
+    "check_objective": [
+        (["objective=sft"], ["objective=sft", "dataset_type=text", "jsonl"]),
+        (["tokenize_train_data=false"], ["tokenize_train_data=false", "dataset_type=text"]),
+    ],
+    "check_rows": [
+        (["padding_buckets=64"], ["padding_buckets", "packing=false"]),
+        (["packing=false", "padding_buckets=64,512"], ["padding_buckets has 512", "max_target_length=256"]),
+        (
+            ["packing_type=concat_then_split", "max_segments_per_seq=2"],
+            ["max_segments_per_seq=2", "concat_then_split"],
+        ),
     ],
     "check_run_name": [(["run_name=a/b"], ["run_name='a/b'"]), (["run_name=.."], ["run_name='..'"])],
     "check_peak": [

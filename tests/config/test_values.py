@@ -108,3 +108,48 @@ def test_what_is_allowed_in_words():
     assert describe_allowed(KEYS["attention_pattern"]) == "a list of full, local, chunked, nope, mla, gated_delta_net"
     assert describe_allowed(KEYS["rope_factor"]) == "a number, above 0"
     assert all(describe_allowed(key) for key in KEYS.values())
+
+
+MIXTURES = [
+    ("[{path: a/b.txt, weight: 2}]", [("a/b.txt", 2.0, None, "b")]),
+    ([{"path": "a/*", "weight": 1, "epochs": 3, "name": "x"}], [("a/*", 1.0, 3, "x")]),
+    ("[{path: s3://c/web/, weight: .5}, {path: d, weight: 1, epochs: null}]",
+     [("s3://c/web/", 0.5, None, "web"), ("d", 1.0, None, "d")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "rows"), MIXTURES)
+def test_mixtures(raw, rows):
+    assert parse_value(KEYS["dataset_mixture"], raw) == tuple(rows)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ("a", "not a list like"),
+        ("[]", "empty list"),
+        ("[{path: a}]", "path or weight is missing"),
+        ("[{path: a, weight: 1, share: 2}]", "unknown share"),
+        ("[{path: a, weight: 0}]", "above 0"),
+        ("[{path: a, weight: 1, epochs: 0}]", "at least 1"),
+        ("[{path: a, weight: x}]", "not a number"),
+        ("[{path: a/x, weight: 1}, {path: b/x, weight: 1}]", "two sources have the name x"),
+        ("[{path: a, weight: 1}, {path: a, weight: 1, name: b}]", "two sources have the path a"),
+        ("[{path: a, weight: 1, name: 'a b'}]", "not of letters"),
+    ],
+)
+def test_not_a_mixture(raw, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_value(KEYS["dataset_mixture"], raw)
+
+
+@pytest.mark.parametrize("raw", ["64,128", "[64, 128]", [64, 128]])
+def test_lists_of_whole_numbers(raw):
+    assert parse_value(KEYS["padding_buckets"], raw) == (64, 128)
+    assert parse_value(KEYS["padding_buckets"], "64") == parse_value(KEYS["padding_buckets"], 64) == (64,)
+
+
+@pytest.mark.parametrize("raw", ["64,", "a", "[64, b]", "0", "[]", [1.5]])
+def test_not_a_list_of_whole_numbers(raw):
+    with pytest.raises(ValueError):
+        parse_value(KEYS["padding_buckets"], raw)

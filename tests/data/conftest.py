@@ -10,29 +10,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from maxlite.config.load import load_config
 from maxlite.config.schema import DataConfig
 
 
 @pytest.fixture
 def build_data_config() -> Callable[..., DataConfig]:
     """Returns a function from changes to a data section; rows of 32 tokens, nothing held out."""
-    plain = DataConfig(
-        dataset_type="text",
-        dataset_path=None,
-        tokenizer_path=None,
-        eval_dataset_path=None,
-        eval_fraction=0.0,
-        max_target_length=32,
-        per_device_batch_size=1.0,
-        packing=True,
-        long_documents="split",
-        add_bos=True,
-        add_eos=True,
-        enable_data_shuffling=True,
-        data_shuffle_seed=0,
-        num_epoch=None,
-    )
-    return lambda **changes: dataclasses.replace(plain, **changes)
+    base = load_config("base.yml", ["max_target_length=32", "per_device_batch_size=1", "eval_fraction=0"], {}).data
+    return lambda **changes: dataclasses.replace(base, **changes)
 
 
 @pytest.fixture

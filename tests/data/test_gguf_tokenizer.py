@@ -12,9 +12,9 @@ from maxlite.data.gguf_tokenizer import (
     token_ids,
     tokenizer_problem,
     tokenizer_settings,
-    write_tokenizer,
 )
 from maxlite.data.tokenizer_files import byte_characters
+from maxlite.data.tokenizer_formats import save_tokenizer
 from maxlite.data.tokenizer_json import JsonTokenizer
 from maxlite.errors import ConversionError
 
@@ -59,7 +59,7 @@ def stories(**keys: Any) -> GgufHeader:
 
 def test_pieces_of_a_published_tokenizer(tmp_path):
     """Its tokenizer.json was made by transformers from the same pieces."""
-    write_tokenizer(stories(), tmp_path)
+    save_tokenizer(build_backend(stories()), tokenizer_settings(stories()), tmp_path)
     found, published = JsonTokenizer(tmp_path), JsonTokenizer(STORIES)
     for text in TEXTS:
         ids = published.encode_prompt(text)
@@ -116,7 +116,7 @@ def test_marks_and_words_of_a_byte_level_tokenizer(tmp_path):
     marks = {"bos_token_id": 259, "eos_token_id": 260, "padding_token_id": 260, "unknown_token_id": 259}
     one = byte_level("smollm", ("Ġhi", "hi"), ("<|begin|>", "<|end|>"), **marks)
     assert one.metadata["tokenizer.ggml.tokens"][256:] == ["Ġh", "Ġhi", "hi", "<|begin|>", "<|end|>"]
-    write_tokenizer(one, tmp_path)
+    save_tokenizer(build_backend(one), tokenizer_settings(one), tmp_path)
     found = JsonTokenizer(tmp_path)
     assert found.encode_prompt("hi hi<|end|>1é") == [258, 257, 260, ord("1"), 0xC3, 0xA9]
     assert found.decode([259, 258, 257, 260, 0xC3, 0xA9]) == "hi hié"

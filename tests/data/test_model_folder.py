@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maxlite.data.model_folder import model_end_ids, read_settings, tokenizer_file
+from maxlite.data.model_folder import has_tokenizer, model_end_ids, read_settings, tokenizer_file
 from maxlite.errors import ConfigError
 
 
@@ -53,3 +53,17 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert tokenizer_file(tmp_path / "tokenizer.json") is None
     (tmp_path / "tokenizer.json").touch()
     assert tokenizer_file(tmp_path) == tokenizer_file(str(tmp_path / "tokenizer.json")) == tmp_path / "tokenizer.json"
+
+
+def test_the_first_of_several_formats(tmp_path: Path) -> None:
+    """A folder may hold the same tokenizer twice; two files of ranks are two tokenizers."""
+    for name in ("b.tiktoken", "tekken.json", "tokenizer.model", "tokenizer.json"):
+        (tmp_path / name).touch()
+        assert tokenizer_file(tmp_path) == tmp_path / name
+        assert has_tokenizer(tmp_path)
+        assert tokenizer_file(tmp_path / "b.tiktoken") == tmp_path / "b.tiktoken"
+    for name in ("tokenizer.json", "tokenizer.model", "tekken.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "a.tiktoken").touch()
+    with pytest.raises(ConfigError, match=r"has several tokenizers: a.tiktoken, b.tiktoken. Name the file"):
+        tokenizer_file(tmp_path)

@@ -54,3 +54,23 @@ def test_prompt_begins_with_the_mark() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode_prompt("a") == [256, 97]
     assert tokenizer.end_ids == (257,)
+
+
+def test_batches_and_where_bytes_start() -> None:
+    """Every byte starts where its character does."""
+    tokenizer = ByteTokenizer()
+    assert [list(ids) for ids in tokenizer.encode_batch(["ab", "", "é"])] == [[97, 98], [], [0xC3, 0xA9]]
+    assert tokenizer.encode_batch_with_starts(["ab", "", "é🐍a"]) == [
+        ([97, 98], [0, 1]),
+        ([], []),
+        (list("é🐍a".encode()), [0, 0, 1, 1, 1, 1, 2]),
+    ]
+    for encode in (tokenizer.encode_batch, tokenizer.encode_batch_with_starts):
+        with pytest.raises(DataError, match="character 1"):
+            encode(["a", "b\ud800"])
+
+
+def test_there_is_one_byte_tokenizer() -> None:
+    """And it has no words for its marks."""
+    assert ByteTokenizer().digest == ByteTokenizer().digest
+    assert (ByteTokenizer().chat_template, ByteTokenizer().special_names) == (None, {})

@@ -125,15 +125,82 @@ def test_lone_surrogate_is_an_error(write_tokenizer: WriteTokenizer) -> None:
 
 def test_what_is_no_tokenizer(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
     """Nothing there, another format, and broken files, by name."""
-    (tmp_path / "tokenizer.model").touch()
+    (tmp_path / "vocab.txt").touch()
     for path in (tmp_path, tmp_path / "missing", str(tmp_path / "tokenizer.json")):
-        with pytest.raises(ConfigError, match=r"tokenizer_path=.* is no tokenizer.json and no folder with one"):
+        with pytest.raises(ConfigError, match=r"tokenizer_path=.* is no tokenizer's file and no folder with one: "):
             JsonTokenizer(path)
     with pytest.raises(ConfigError, match=r"tokenizer_config.json can't be read as JSON"):
         JsonTokenizer(write_tokenizer("words", tokenizer_config="{"))
     (tmp_path / "tokenizer.json").write_text('{"model": 5}')
     with pytest.raises(ConfigError, match=r"tokenizer.json is no tokenizer that can be read"):
         JsonTokenizer(tmp_path)
+
+
+def test_where_tokens_start(write_tokenizer: WriteTokenizer) -> None:
+    """With the spaces in front of a word, though what adds the begin mark trims these; bytes where their character."""
+    for name in ("byte_level", "byte_level_with_begin_mark"):
+        folder = write_tokenizer(name)
+        written = json.loads((folder / "tokenizer.json").read_text())
+        if name == "byte_level_with_begin_mark":
+            written["post_processor"]["processors"][0]["trim_offsets"] = True
+        (folder / "tokenizer.json").write_text(json.dumps(written))
+        tokenizer = JsonTokenizer(folder)
+        hi, space_hi = tokenizer.encode("hi") + tokenizer.encode(" hi")
+        texts = ["hi hi<|end|>é ", "", "a"]
+        assert tokenizer.encode_batch_with_starts(texts) == [
+            ([hi, space_hi, END, *tokenizer.encode("é"), *tokenizer.encode(" ")], [0, 2, 5, 12, 12, 13]),
+            ([], []),
+            (tokenizer.encode("a"), [0]),
+        ]
+        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_starts_rise_in_every_tokenizer(any_tokenizer: Path) -> None:
+    """And no token starts behind the text."""
+    tokenizer = JsonTokenizer(any_tokenizer)
+    for text in ("  a\n\nb é🐍 ab a", "w0  w1 ", "\u65e5\u672c a"):
+        ((ids, starts),) = tokenizer.encode_batch_with_starts([text])
+        assert ids == tokenizer.encode(text) and len(ids) == len(starts)
+        assert starts == sorted(starts) and all(0 <= start < len(text) for start in starts)
+
+
+def test_batches_refuse_lone_surrogates(write_tokenizer: WriteTokenizer) -> None:
+    """As one text does."""
+    tokenizer = JsonTokenizer(write_tokenizer("byte_level"))
+    for encode in (tokenizer.encode_batch, tokenizer.encode_batch_with_starts):
+        with pytest.raises(DataError, match="character 2"):
+            encode(["a", "ab\ud800"])
+
+
+def test_the_digest_tells_tokenizers_apart(write_tokenizer: WriteTokenizer) -> None:
+    """By words, template, special tokens and end mark; not by names, templates of chats or where the files lie."""
+    digests = [
+        JsonTokenizer(write_tokenizer(name, tokenizer_config=settings)).digest
+        for name, settings in (
+            ("words", {}),
+            ("words", {"eos_token": "</s>"}),
+            ("words", {"pad_token": "w7"}),
+            ("byte_level", {}),
+            ("byte_level_with_begin_mark", {}),
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    folder = write_tokenizer("words", tokenizer_config={"chat_template": "x", "model_max_length": 5})
+    assert JsonTokenizer(folder).digest == JsonTokenizer(folder / "tokenizer.json").digest == digests[0]
+
+
+def test_chat_template_and_names_of_marks(write_tokenizer: WriteTokenizer) -> None:
+    """A template is a text, one of several, or a file, which goes first."""
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for found, expected in ((None, None), ("c", "c"), (several, "d"), (several[:1], None)):
+        folder = write_tokenizer("words", tokenizer_config=WORDS | {"chat_template": found})
+        tokenizer = JsonTokenizer(folder)
+        assert tokenizer.chat_template == expected
+        assert tokenizer.special_names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    with pytest.raises(ConfigError, match="chat_template must be a text or a list of named texts, not int"):
+        _ = JsonTokenizer(write_tokenizer("words", tokenizer_config={"chat_template": 5})).chat_template
+    (folder / "chat_template.jinja").write_text("{{ file }}\n")
+    assert JsonTokenizer(folder).chat_template == "{{ file }}\n"
 
 
 TRANSFORMERS_CASES = [

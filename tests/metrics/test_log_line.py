@@ -43,3 +43,8 @@ def test_evaluation():
     assert eval_line(99, tags) == (
         "Completed eval after train step 99, loss=3.000, perplexity=20.086, total_weights=100, avg_z_loss=0.000500"
     )
+
+
+def test_an_evaluation_of_a_mixture_ends_with_the_loss_of_each_source():
+    tags = eval_tags(20.0, 1.0, 10.0, 1.0) | {"eval/avg_loss_code": 1.5, "eval/avg_loss_prose": 2.25}
+    assert eval_line(7, tags).endswith("avg_z_loss=0.100000, loss of code=1.500, loss of prose=2.250")

@@ -4,7 +4,15 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from maxlite.metrics.rates import StepTiming, StepWork, device_memory_gib, eval_tags, perplexity, step_tags
+from maxlite.metrics.rates import (
+    StepTiming,
+    StepWork,
+    device_memory_gib,
+    eval_tags,
+    perplexity,
+    source_tags,
+    step_tags,
+)
 
 SCALARS = {
     "loss": 2.5,
@@ -85,3 +93,10 @@ def test_memory():
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 * 2**30, "bytes_limit": 2**34})
     assert device_memory_gib(device) == (3.0, 16.0)
     assert device_memory_gib(SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 1})) is None
+
+
+def test_a_source_without_targets_has_no_tag():
+    assert source_tags("learning/loss_", ("a", "b", "c"), [6.0, 0.0, math.nan], [4.0, 0.0, 1.0]) == {
+        "learning/loss_a": 1.5,
+        "learning/loss_c": pytest.approx(math.nan, nan_ok=True),
+    }

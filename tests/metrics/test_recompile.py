@@ -94,3 +94,14 @@ def test_a_closed_watch_hears_nothing(step):
         pass
 
     assert call(step, watch, fresh_state(), {"tokens": jnp.ones((2, 4))}) is None
+
+
+def test_a_known_variant_is_no_surprise_and_is_compared_with_itself_alone(step, watch):
+    found = []
+    for length, dtype in ((4, jnp.float32), (8, jnp.float32), (8, jnp.int32)):
+        state = fresh_state()
+        batch = {"tokens": jnp.ones((2, length), dtype)}
+        step(state, batch)
+        found.append(watch.check({"state": state, "batch": batch}, length))
+    assert [compilation.warning is None for compilation in found] == [True, True, False]
+    assert "shape" not in found[2].warning and "dtype float32 -> int32" in found[2].warning

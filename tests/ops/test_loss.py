@@ -197,3 +197,32 @@ def test_no_device_has_all_of_the_matrix_or_its_gradient(rules):
         program = jax.jit(function, in_shardings=arranged, out_shardings=(None, arranged)).lower(x, unembedding)
     text = program.compile().as_text()
     assert "[16,128]" in text and "[16,1024]" not in text and "all-to-all" in text
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "context": 2, "expert": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_the_loss_of_each_source_and_the_same_gradients(rules, sizes: dict[str, int]):
+    x, unembedding, targets, weights = large_problem()
+    source_ids = jnp.asarray(np.random.default_rng(2).integers(0, 3, targets.shape), jnp.int32)
+    options = {"num_tiles": 3, "z_loss_multiplier": 0.1, "soft_cap": 5.0}
+
+    def total(x, unembedding):
+        given = {"source_ids": source_ids, "num_sources": 4}
+        loss, z_loss = chunked_cross_entropy(x, unembedding, targets, weights, **options, **given)
+        return 0.5 * (jnp.sum(loss) + z_loss), (loss, z_loss)
+
+    function = jax.value_and_grad(total, (0, 1), has_aux=True)
+    (_, (loss, z_loss)), gradients = on_mesh(rules, sizes or {"data": 8}, function, x, unembedding)
+    logits = np.asarray(x, np.float64) @ np.asarray(unembedding, np.float64)
+    for source in range(4):
+        expected = reference(logits, targets, np.where(source_ids == source, weights, 0.0), 0.1, 5.0)
+        np.testing.assert_allclose(loss[source], expected[0], rtol=1e-5)
+    assert loss[3] == 0
+    (_, (_, whole)), expected = losses_and_gradients(3, targets, weights)(x, unembedding)
+    np.testing.assert_allclose(z_loss, whole, rtol=1e-5)
+    for left, right in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=2e-5)
+
+
+def test_sources_without_their_number_are_refused():
+    with pytest.raises(ValueError, match="num_sources"):
+        chunked_cross_entropy(*problem(), num_tiles=1, source_ids=jnp.zeros((BATCH, LENGTH), jnp.int32))

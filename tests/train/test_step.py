@@ -58,7 +58,7 @@ def test_accumulation_equals_one_batch_with_unequal_rows(tiny_config):
 def test_the_loss_is_the_mean_over_real_targets_not_of_row_means(tiny_config):
     _, loss, step, state = build_parts(tiny_config())
     rows = [make_batch([n], seed=n) for n in (3, 13)]
-    both = Batch(*(np.concatenate(pair) for pair in zip(*rows, strict=True)))
+    both = jax.tree.map(lambda *pair: np.concatenate(pair), *rows)
     sums = [build_eval_step(loss)(state.params, row) for row in rows]
     means = [float(s.lm_loss / s.targets) for s in sums]
     _, metrics = step(state, both)
@@ -111,7 +111,7 @@ def test_packed_documents_give_the_loss_of_each_alone(tiny_config):
     model, loss, _, state = build_parts(tiny_config("attention_pattern=[full,local]", "sliding_window_size=4"))
     alone = [make_batch([n], seed=n) for n in (5, 9, 7)]
     fields = []
-    for name in Batch._fields:
+    for name in Batch._fields[:5]:
         parts = [getattr(row, name)[0, :n] for row, n in zip(alone, (5, 9, 7), strict=True)]
         if name == "segment_ids":
             parts = [part * number for number, part in enumerate(parts, 1)]
