@@ -45,18 +45,18 @@ class StepTiming:
 def step_tags(scalars: Mapping[str, float], timing: StepTiming, work: StepWork) -> dict[str, float]:
     """Returns every tag of a training step.
 
-    scalars: name -> value of learning/ tags, over all devices; `lm_loss` and `total_weights` must be there.
+    scalars: name -> value of learning/ tags, over all devices; `lm_loss` and `total_tokens` must be there.
         Perplexity is made here. A name with a slash is a whole tag.
-    Returns: learning/*, perf/* and data/packing_efficiency, the share of the step's tokens that are real targets;
+    Returns: learning/*, perf/* and data/packing_efficiency, the share of the step's places that hold a token;
         rates only for a step that did not compile; perf/mfu is a share of 1.
     """
     tags = {name if "/" in name else f"learning/{name}": float(value) for name, value in scalars.items()}
     tags["learning/perplexity"] = perplexity(tags["learning/lm_loss"])
     tags["perf/step_time_seconds"] = timing.seconds - timing.compile_seconds
     tags["perf/per_device_tflops"] = work.step_flops / work.num_devices / 1e12
-    tags["perf/per_device_tokens"] = tags["learning/total_weights"] / work.num_devices
+    tags["perf/per_device_tokens"] = tags["learning/total_tokens"] / work.num_devices
     tags["perf/data_wait_ms"] = timing.data_wait_seconds * 1e3
-    tags["data/packing_efficiency"] = tags["learning/total_weights"] / work.padded_tokens
+    tags["data/packing_efficiency"] = tags["learning/total_tokens"] / work.padded_tokens
     if timing.compile_seconds > 0:
         tags["perf/compile_seconds"] = timing.compile_seconds
     else:

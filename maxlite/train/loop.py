@@ -29,10 +29,14 @@ Save = Callable[[int, TrainState], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatched:
-    """A step that the devices are at: its metrics are still being computed. length: of the rows of its batch."""
+    """A step that the devices are at: its metrics are still being computed.
+
+    length: of the rows of its batch. tokens: in it, without padding.
+    """
 
     step: int
     length: int
+    tokens: int
     metrics: dict[str, jax.Array]
     data_wait_seconds: float
     compile_seconds: float
@@ -68,7 +72,7 @@ class Loop:
                     self.reporter.line(f"The data ended after {after}, at step {done}.")
                     break
                 waited = time.perf_counter() - began
-                state = self._step(state, done, self.setup.place(batch), waited)
+                state = self._step(state, done, batch, waited)
                 done += 1
                 # Before the save: the row of a step is written with the checkpoint after it, evaluation and all.
                 last = done == self.config.train.steps and self.config.train.eval_interval > 0
@@ -93,7 +97,9 @@ class Loop:
         self.reporter.restart_clock()
 
     def _step(self, state: TrainState, step: int, batch: Batch, waited: float) -> TrainState:
-        arguments, length = {"state": state, "batch": batch}, batch.inputs.shape[1]
+        length, tokens = batch.inputs.shape[1], int(np.count_nonzero(batch.segment_ids))
+        batch = self.setup.place(batch)
+        arguments = {"state": state, "batch": batch}
         self.reporter.profiler.before_step(step)
         state, metrics = self.setup.train_step(state, batch)
         traced = self.reporter.profiler.after_step(metrics)
@@ -108,7 +114,7 @@ class Loop:
         if compilation is not None:
             self.reporter.line(compilation.warning or compile_line(self._program(length), compilation.seconds))
         compile_seconds = 0.0 if compilation is None or in_flight else compilation.seconds
-        self.dispatched = _Dispatched(step, length, metrics, waited, compile_seconds)
+        self.dispatched = _Dispatched(step, length, tokens, metrics, waited, compile_seconds)
         return state
 
     def _report(self) -> None:
@@ -121,6 +127,7 @@ class Loop:
                 losses, targets = (np.asarray(metrics.pop(name)) for name in (SOURCE_LOSSES, SOURCE_TARGETS))
                 by_source = source_tags(TRAIN_SOURCE, sources, losses, targets)
             scalars = {name: float(value) for name, value in metrics.items()} | by_source
+            scalars["total_tokens"] = sent.tokens
             self.reporter.step(sent.step, sent.length, scalars, sent.data_wait_seconds, sent.compile_seconds)
 
     def _program(self, length: int) -> str:

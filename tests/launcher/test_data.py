@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxlite.config.load import load_config
+from maxlite.data.tokenizer_files import write_byte_tokenizer
 from maxlite.errors import ConfigError
 from maxlite.launcher import data as commands
 
@@ -70,22 +71,31 @@ def test_batches_as_json(capsys, write_config):
     assert second["segment_ids"][1] == [0] * 16
 
 
-def test_the_mask_in_brackets(capsys, write_config):
+@pytest.fixture
+def byte_tokenizer(tmp_path):
+    """The override that gives rows of ids the byte tokenizer; without one they have no text."""
+    (tmp_path / "bytes").mkdir()
+    write_byte_tokenizer(tmp_path / "bytes", add_bos=False)
+    return f"tokenizer_path={tmp_path / 'bytes'}"
+
+
+def test_the_mask_in_brackets(capsys, write_config, byte_tokenizer):
     rows = [{"input_ids": [*b"read", *"größe".encode(), EOS], "loss_mask": [0] * 4 + [1] * 8}]
     rows += [{"input_ids": list(b"a\x1b[2Jb"), "loss_mask": [0, 1, 1, 1, 1, 0]}]
-    keys = ("objective=sft", "tokenize_train_data=false", "max_target_length=32")
+    keys = ("objective=sft", "tokenize_train_data=false", "max_target_length=32", byte_tokenizer)
     shown = shown_by(capsys, write_config(rows, *keys), show_mask=True)
-    assert "read{+größe<end>+}\n" in shown and "a{+\\x1b[2J+}b\n" in shown
+    assert "read{+größe</s>+}\n" in shown and "a{+\\x1b[2J+}b\n" in shown
     assert "--- row 0, segment 1: 11 targets, 8 trained" in shown and "segment 2: 5 targets, 4 trained" in shown
     assert "--- row 0: 16 places of padding" in shown and "--- row 1: 32 places of padding" in shown
     assert "batch 0: 2 rows of 32, 16 targets, 12 of them trained, 75.0% padding" in shown
 
 
-def test_the_mask_in_colours_on_a_terminal(capsys, write_config, monkeypatch):
+def test_the_mask_in_colours_on_a_terminal(capsys, write_config, monkeypatch, byte_tokenizer):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     rows = [{"input_ids": list(b"readtrained"), "loss_mask": [0] * 4 + [1] * 7}]
-    shown = shown_by(capsys, write_config(rows, "objective=sft", "tokenize_train_data=false"), show_mask=True)
+    config = write_config(rows, "objective=sft", "tokenize_train_data=false", byte_tokenizer)
+    shown = shown_by(capsys, config, show_mask=True)
     read, trained = re.search(r"\x1b\[([0-9;]+)mread\x1b\[0m\x1b\[([0-9;]+)mtrained\x1b\[0m", shown).groups()
     assert read != trained and "{+" not in shown
 

@@ -5,6 +5,7 @@ SCALARS = {
     "loss": 5.5556,
     "lm_loss": 5.5,
     "total_weights": 4096.0,
+    "total_tokens": 4096.0,
     "grad_norm": 0.98765,
     "current_learning_rate": 0.004,
 }
