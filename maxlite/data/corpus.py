@@ -10,9 +10,7 @@ import numpy as np
 
 from maxlite.config.schema import DataConfig, MixtureSource
 from maxlite.data.encoder import Encoder, build_encoder
-from maxlite.data.files import find_files
-from maxlite.data.read_tfds import read_tfds
-from maxlite.data.readers import read_rows, wanted_columns
+from maxlite.data.readers import source_files, source_rows
 from maxlite.data.rows import BadRow, Example, Row
 from maxlite.data.token_folder import TokenFolder, name_hash
 from maxlite.data.token_store import MemoryTokens, TokenStore
@@ -83,7 +81,8 @@ def open_source(data: DataConfig, mixed: MixtureSource | None, tokenizer: Tokeni
         if encoder is None:
             return _open_folder(paths, key, tokenizer, vocab_size)
         where = ", ".join(paths) if paths is not None else data.dataset_name or sysconfig.get_path("stdlib")
-        return read_documents(data, _rows(data, paths, key, split), encoder, vocab_size, where)
+        rows = source_rows(data, paths, source_files(data, paths, key), split)
+        return read_documents(data, rows, encoder, vocab_size, where)
 
     documents = open_paths(paths, key, data.train_split)
     other = None
@@ -192,13 +191,6 @@ def _cut(whole: Pieces, fraction: float) -> tuple[Pieces, Pieces | None]:
     if cut < 2 or length - cut < 2:
         return whole, None
     return whole._replace(stop=np.array([cut])), whole._replace(start=np.array([cut]))
-
-
-def _rows(data: DataConfig, paths: tuple[str, ...] | None, key: str, split: str) -> Iterator[Row | BadRow]:
-    kind = data.dataset_type
-    if kind == "tfds":
-        return read_tfds(data, split, paths)
-    return read_rows(kind, find_files(paths, key, kind), split=split, columns=wanted_columns(data))
 
 
 def _open_folder(paths: tuple[str, ...] | None, key: str, tokenizer: Tokenizer | None, vocab_size: int) -> Documents:

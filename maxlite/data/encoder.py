@@ -11,7 +11,6 @@ from maxlite.data.readers import TEXT
 from maxlite.data.rows import BadRow, Example, Row
 from maxlite.data.sft import Passage, RowError, SftReader, kind_of, missing_column
 from maxlite.data.tokenizer import Tokenizer
-from maxlite.data.tokenizer_json import JsonTokenizer
 from maxlite.errors import ConfigError, DataError
 
 # Characters that are encoded at once, by all cores; their encodings need far more memory than the tokens.
@@ -132,10 +131,9 @@ class TextEncoder:
             if trained is not None:
                 trained = np.concatenate([np.zeros(len(self._first), bool), trained, np.ones(len(self._last), bool)])
         if tokens.size and tokens.max() >= self._vocab_size:
-            token, tokenizer = int(tokens.max()), self._tokenizer
-            written = tokenizer.written(token) if isinstance(tokenizer, JsonTokenizer) else tokenizer.decode([token])
+            token = int(tokens.max())
             raise DataError(
-                f"{row.where} holds {written!r}, token {token} of "
+                f"{row.where} holds {self._tokenizer.written(token)!r}, token {token} of "
                 f"tokenizer_path={self._data.tokenizer_path}, but the model's vocab_size={self._vocab_size} has no row "
                 "for it. Take it out of the text or make vocab_size larger."
             )

@@ -127,7 +127,7 @@ class _Rows:
         assert batch_size % shard.count == 0
         self._data, self._batch_size, self._shard = data, batch_size, shard
         self._seed = data.data_shuffle_seed if data.enable_data_shuffling else None
-        self._buckets = _buckets(data)
+        self._buckets = row_lengths(data)
         self.packing = Packing(
             kind=data.packing_type if data.packing else "none",
             row_length=data.max_target_length,
@@ -180,7 +180,8 @@ class _Rows:
         return fill_batch(own, stores, (share, length), with_sources=len(stores) > 1)
 
 
-def _buckets(data: DataConfig) -> tuple[int, ...]:
+def row_lengths(data: DataConfig) -> tuple[int, ...]:
+    """Returns the lengths that batches have, shortest first: padding_buckets, and max_target_length."""
     return tuple(sorted({*(data.padding_buckets or ()), data.max_target_length}))
 
 

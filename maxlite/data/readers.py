@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.files import File
+from maxlite.data.files import File, find_files
 from maxlite.data.read_array_record import read_array_record
 from maxlite.data.read_arrow import read_parquet, read_saved_dataset
 from maxlite.data.read_jsonl import read_jsonl
 from maxlite.data.read_text import read_text
+from maxlite.data.read_tfds import read_tfds
 from maxlite.data.rows import BadRow, Row
 
 TEXT = "text"
@@ -27,6 +28,20 @@ def wanted_columns(data: DataConfig) -> tuple[str, ...] | None:
     if data.train_data_columns is not None:
         return data.train_data_columns
     return (TEXT,) if data.objective == "pretrain" and data.tokenize_train_data else None
+
+
+def source_files(data: DataConfig, paths: tuple[str, ...] | None, key: str) -> list[File]:
+    """Returns the files of dataset_type that `paths`, of the config key `key`, mean; tfds has none of its own."""
+    return [] if data.dataset_type == "tfds" else find_files(paths, key, data.dataset_type)
+
+
+def source_rows(
+    data: DataConfig, paths: tuple[str, ...] | None, files: Sequence[File], split: str
+) -> Iterator[Row | BadRow]:
+    """Yields the rows of dataset_type in `files`, which source_files found; raises as the readers."""
+    if data.dataset_type == "tfds":
+        return read_tfds(data, split, paths)
+    return read_rows(data.dataset_type, files, split=split, columns=wanted_columns(data))
 
 
 def read_rows(kind: str, files: Sequence[File], *, split: str, columns: Sequence[str] | None) -> Iterator[Row | BadRow]:

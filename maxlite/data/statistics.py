@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from maxlite.data.corpus import Skipped, Source
 from maxlite.data.row_order import Passes
-from maxlite.data.windows import Pieces, Windows
+from maxlite.data.windows import Windows
 
 # Planning takes some microseconds a window, so of a long pass only the first rows are measured at a start.
 BLOCKS_AT_START = 8
@@ -72,7 +72,7 @@ def measure(kind: str, sources: Sequence[Measured], row_length: int, max_blocks:
         cut_tokens=sum(part.num_cut for part in windows),
         without_targets=sum(part.num_without_targets for part in windows),
         skipped=sum((one.source.skipped for one in sources), Skipped()),
-        held_out_documents=sum(len(_documents(one.source.held_out)) for one in sources),
+        held_out_documents=sum(len(one.source.held_out.document) for one in sources if one.source.held_out is not None),
         held_out_targets=sum(part.num_targets for part in held_out),
         rows=num_rows,
         rows_are_all=all(plan.is_all for plan in plans),
@@ -101,7 +101,3 @@ def _parts(found: DataStatistics) -> Iterator[str]:
     yield f"cut {found.cut_tokens:,} tokens"
     yield f"{found.without_targets:,} documents without a target"
     yield found.skipped.describe()
-
-
-def _documents(pieces: Pieces | None) -> Sequence[int]:
-    return () if pieces is None else pieces.document.tolist()

@@ -17,10 +17,9 @@ import numpy as np
 from maxlite.config.schema import DataConfig
 from maxlite.data.corpus import SkippedRows
 from maxlite.data.encoder import Encoder, build_encoder
-from maxlite.data.files import File, find_files
+from maxlite.data.files import File
 from maxlite.data.json_files import read_json
-from maxlite.data.read_tfds import read_tfds
-from maxlite.data.readers import read_rows, wanted_columns
+from maxlite.data.readers import source_files, source_rows
 from maxlite.data.rows import BadRow, Example, Row
 from maxlite.data.token_folder import MANIFEST, name_hash, shown
 from maxlite.data.token_shards import INDEX, RECORDS, ShardContent, write_shard
@@ -98,8 +97,7 @@ def tokenize(
     if tokenizer is not None:
         check_vocabulary(tokenizer, vocab_size)
     build_encoder(data, tokenizer, vocab_size)
-    is_tfds = data.dataset_type == "tfds"
-    files = [] if is_tfds else find_files(data.dataset_path, "dataset_path", data.dataset_type)
+    files = source_files(data, data.dataset_path, "dataset_path")
     begun = describe(data, tokenizer, files, vocab_size)
     with begin(destination, begun):
         progress, shards = Progress(), []
@@ -133,10 +131,7 @@ def _shards(
 ) -> Generator[tuple[Shard, bool], None, None]:
     """Yields each shard, in order, and whether it was there before."""
     pending: collections.deque[tuple[Callable[[], Shard], bool]] = collections.deque()
-    if data.dataset_type == "tfds":
-        rows = read_tfds(data, data.train_split, data.dataset_path)
-    else:
-        rows = read_rows(data.dataset_type, files, split=data.train_split, columns=wanted_columns(data))
+    rows = source_rows(data, data.dataset_path, files, data.train_split)
     with start_workers(write_chunk, num_workers) as submit:
         for number, (digest, chunk) in enumerate(_chunks(rows)):
             stem = folder / f"{number:06d}"

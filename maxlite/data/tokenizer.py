@@ -76,6 +76,10 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`; marks have none."""
         ...
 
+    def written(self, token: int) -> str | None:
+        """Returns how the vocabulary writes `token`, a mark too; None if it does not have it."""
+        ...
+
     def build_stream_decoder(self, after: Iterable[int] = ()) -> StreamDecoder:
         """Returns a decoder for ids that stand after the ids `after`."""
         ...

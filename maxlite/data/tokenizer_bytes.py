@@ -50,6 +50,10 @@ class ByteTokenizer:
         """Returns the text of `ids`; marks and ids above them have none, broken UTF-8 becomes U+FFFD."""
         return _text_bytes(ids).decode("utf-8", errors="replace")
 
+    def written(self, token: int) -> str | None:
+        """Returns the text of a byte or the name of a mark; None above them."""
+        return {self.bos_id: "<begin>", self.eos_id: "<end>"}.get(token) or self.decode([token]) or None
+
     def build_stream_decoder(self, after: Iterable[int] = ()) -> "ByteStreamDecoder":
         """Returns a decoder for ids that arrive a few at a time; a byte has the same text after any other."""
         del after

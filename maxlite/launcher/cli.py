@@ -54,9 +54,9 @@ def decode(config: ConfigArgument, overrides: Overrides = None, json_output: Jso
 @app.command("eval", context_settings=KEYS_WITH_DASHES)
 def evaluate(config: ConfigArgument, overrides: Overrides = None, json_output: JsonOption = False) -> None:
     """Loss and perplexity over all that is held out: of a run, its checkpoint, or a Hugging Face folder."""
-    from maxlite.launcher.eval_config import resolve_evaluation
+    from maxlite.launcher.resolve import from_run, resolve_config
 
-    resolved = resolve_evaluation(config, overrides or [])
+    resolved = resolve_config(*from_run(config, overrides or []))
     from maxlite.launcher.evaluate import print_evaluation
 
     print_evaluation(resolved, config, json_output=json_output)

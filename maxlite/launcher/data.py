@@ -19,7 +19,6 @@ from maxlite.data.pipeline import Dataset, build_dataset
 from maxlite.data.statistics import DataStatistics
 from maxlite.data.tokenize import Progress, tokenize
 from maxlite.data.tokenizer import StreamDecoder, Tokenizer
-from maxlite.data.tokenizer_json import JsonTokenizer
 from maxlite.errors import ConfigError
 
 BATCHES = "batches"
@@ -210,6 +209,4 @@ def _run_text(ids: Sequence[int], tokenizer: Tokenizer | None, decoder: StreamDe
 
 
 def _name(token: int, tokenizer: Tokenizer) -> str:
-    if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.written(token) or f"<{token}>"
-    return {tokenizer.bos_id: "<begin>", tokenizer.eos_id: "<end>"}.get(token, f"<{token}>")
+    return tokenizer.written(token) or f"<{token}>"

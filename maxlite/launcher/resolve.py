@@ -30,9 +30,8 @@ def resolve_config(path: str, overrides: Sequence[str], *, prompts_may_be_ids: b
     if is_model_folder(path):
         reader = functools.partial(folder_keys, expects_text=False)
         return load_config("base.yml", [f"load_hf={path}", *overrides], folder_reader=reader)
-    run = run_of(Path(path))
-    if prompts_may_be_ids and run != Path(path).expanduser().absolute() and (run / "config.yml").is_file():
-        return resolve_config(str(run), [f"load_parameters_path={path}", *overrides], prompts_may_be_ids=True)
+    if prompts_may_be_ids:
+        path, overrides = from_run(path, overrides)
     without_text = _without_text(overrides) if prompts_may_be_ids else []
     config = load_config(path, [*overrides, *without_text], folder_reader=reader)
     start, data = config.checkpoint.start, config.data
@@ -42,6 +41,14 @@ def resolve_config(path: str, overrides: Sequence[str], *, prompts_may_be_ids: b
             "dataset_type=synthetic if there is no text (prompts are ids then)."
         )
     return config
+
+
+def from_run(path: str, overrides: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Returns the run that a checkpoint of it is of, with the key that names the checkpoint; others as they are."""
+    run = run_of(Path(path))
+    if run != Path(path).expanduser().absolute() and (run / "config.yml").is_file():
+        return str(run), [f"load_parameters_path={path}", *overrides]
+    return path, overrides
 
 
 def _without_text(overrides: Sequence[str]) -> list[str]:

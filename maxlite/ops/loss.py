@@ -42,6 +42,10 @@ class _Tile(NamedTuple):
     source_ids: jax.Array | None
 
 
+# Targets, weights and source ids of all tokens, each [B, T].
+_Tokens = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
 def chunked_cross_entropy(
     x: jax.Array,
     unembedding: jax.Array,
@@ -79,7 +83,7 @@ def chunked_cross_entropy(
     if (source_ids is None) != (num_sources is None):
         raise ValueError("source_ids and num_sources go together")
     options = _Options(num_tiles, float(z_loss_multiplier), soft_cap, num_sources)
-    return _tiled_loss(options, x, unembedding, targets, weights.astype(jnp.float32), source_ids)
+    return _tiled_loss(options, x, unembedding, (targets, weights.astype(jnp.float32), source_ids))
 
 
 def _tile_loss(
@@ -157,9 +161,8 @@ def _tiles(options: _Options, split: Split, tokens: _Tile) -> _Tile:
     return _Tile(cut(tokens.x), served(tokens.targets), served(tokens.weights), sources)
 
 
-def _argument_axes(source_ids: jax.Array | None) -> tuple:
-    tokens = (_TOKEN_AXES, _TOKEN_AXES, None if source_ids is None else _TOKEN_AXES)
-    return (_HIDDEN_AXES, _MATRIX_AXES, *tokens)
+def _argument_axes(tokens: _Tokens) -> tuple:
+    return (_HIDDEN_AXES, _MATRIX_AXES, *(None if part is None else _TOKEN_AXES for part in tokens))
 
 
 def _loss_axes(options: _Options) -> tuple[tuple[None, ...], tuple[None, ...]]:
@@ -174,16 +177,11 @@ def _from_tiles(tiles: jax.Array, length: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tiled_loss(
-    options: _Options,
-    x: jax.Array,
-    unembedding: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    source_ids: jax.Array | None,
+    options: _Options, x: jax.Array, unembedding: jax.Array, tokens: _Tokens
 ) -> tuple[jax.Array, jax.Array]:
     """(loss, z_loss) without gradients: what evaluation runs."""
 
-    def run(part: jax.Array, kernel: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(part: jax.Array, kernel: jax.Array, *own: jax.Array) -> tuple[jax.Array, jax.Array]:
         split = _plan(x, part, kernel)
         kernel = split.matrix(kernel.astype(x.dtype))
 
@@ -193,24 +191,18 @@ def _tiled_loss(
             return (sums[0] + loss, sums[1] + z_loss), None
 
         zeros = jnp.zeros(options.loss_shape, jnp.float32), jnp.zeros((), jnp.float32)
-        sums, _ = jax.lax.scan(add_tile, zeros, _tiles(options, split, _Tile(part, *tokens)))
+        sums, _ = jax.lax.scan(add_tile, zeros, _tiles(options, split, _Tile(part, *own)))
         return split.sum_tokens(sums[0]), split.sum_tokens(sums[1])
 
-    mapped = per_device(run, _argument_axes(source_ids), _loss_axes(options))
-    return mapped(x, unembedding, targets, weights, source_ids)
+    return per_device(run, _argument_axes(tokens), _loss_axes(options))(x, unembedding, *tokens)
 
 
 def _forward(
-    options: _Options,
-    x: jax.Array,
-    unembedding: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    source_ids: jax.Array | None,
+    options: _Options, x: jax.Array, unembedding: jax.Array, tokens: _Tokens
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """Loss and, while each tile's logits are at hand, the gradients: x's in its dtype, the unembedding's in float32."""
 
-    def run(part: jax.Array, kernel: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, ...]:
+    def run(part: jax.Array, kernel: jax.Array, *own: jax.Array) -> tuple[jax.Array, ...]:
         split = _plan(x, part, kernel)
         kernel = split.matrix(kernel.astype(x.dtype))
 
@@ -225,7 +217,7 @@ def _forward(
 
         shapes = (options.loss_shape, (), kernel.shape)
         initial = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-        sums, x_gradient = jax.lax.scan(add_tile, initial, _tiles(options, split, _Tile(part, *tokens)))
+        sums, x_gradient = jax.lax.scan(add_tile, initial, _tiles(options, split, _Tile(part, *own)))
         return (
             split.sum_tokens(sums[0]),
             split.sum_tokens(sums[1]),
@@ -233,20 +225,20 @@ def _forward(
             split.matrix_gradient(sums[2]),
         )
 
-    mapped = per_device(run, _argument_axes(source_ids), (*_loss_axes(options), _HIDDEN_AXES, _MATRIX_AXES))
-    loss, z_loss, x_gradient, kernel_gradient = mapped(x, unembedding, targets, weights, source_ids)
+    mapped = per_device(run, _argument_axes(tokens), (*_loss_axes(options), _HIDDEN_AXES, _MATRIX_AXES))
+    loss, z_loss, x_gradient, kernel_gradient = mapped(x, unembedding, *tokens)
     # An empty array carries the unembedding's dtype to the backward pass: residuals must be arrays.
     return (loss, z_loss), (x_gradient, kernel_gradient, jnp.zeros((0,), unembedding.dtype))
 
 
 def _backward(
     options: _Options, residuals: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None, None, None]:
+) -> tuple[jax.Array, jax.Array, None]:
     """Scale the stored gradients of loss + z_loss by the loss's cotangent; a second pair for z_loss is not kept."""
     x_gradient, kernel_gradient, like_unembedding = residuals
     scale = cotangents[0] if options.num_sources is None else cotangents[0][0]
     x_gradient = (x_gradient.astype(jnp.float32) * scale).astype(x_gradient.dtype)
-    return x_gradient, (kernel_gradient * scale).astype(like_unembedding.dtype), None, None, None
+    return x_gradient, (kernel_gradient * scale).astype(like_unembedding.dtype), None
 
 
 _tiled_loss.defvjp(_forward, _backward)

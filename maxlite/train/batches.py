@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.schema import Config, DataConfig, LogicalAxisRules, ParallelConfig
 from maxlite.data.batch import Batch
+from maxlite.data.pipeline import row_lengths
 from maxlite.errors import ConfigError
 from maxlite.ops.context_parallel import balanced_order
 from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts, partition_spec
@@ -65,11 +66,6 @@ def build_layout(config: Config, num_devices: int, mesh: Mesh, rules: LogicalAxi
         source_names=source_names(config.data),
         sharding=NamedSharding(mesh, partition_spec(("batch", "length"), rules)),
     )
-
-
-def row_lengths(data: DataConfig) -> tuple[int, ...]:
-    """Returns the lengths that batches have, shortest first: padding_buckets, and max_target_length."""
-    return tuple(sorted({*(data.padding_buckets or ()), data.max_target_length}))
 
 
 def source_names(data: DataConfig) -> tuple[str, ...]:
