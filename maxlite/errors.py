@@ -47,6 +47,18 @@ class ConversionError(MaxliteError):
     exit_code = 7
 
 
+class DistributedError(MaxliteError):
+    """Processes of one run that did not find each other, that differ, or of which one was lost."""
+
+    exit_code = 8
+
+
+class HangError(MaxliteError):
+    """No step ended for far longer than steps take."""
+
+    exit_code = 9
+
+
 class PreemptedError(MaxliteError):
     """The run was asked to stop; it saved, and the same command goes on from there (EX_TEMPFAIL)."""
 

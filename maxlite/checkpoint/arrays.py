@@ -8,20 +8,20 @@ import orbax.checkpoint as ocp
 # Chunks of this size are compressed and read by several threads.
 CHUNK_BYTES = 16 << 20
 # A conversion's chunks and files are smaller: what waits to be compressed or written is in memory.
+COMPRESS = False
 LEAN_CHUNK_BYTES, LEAST_FILE_BYTES, MOST_FILES = 4 << 20, 4 << 20, 128
 
 
-def array_handler(arrays: Any, *, lean: bool) -> ocp.PyTreeCheckpointHandler:
+def array_handler(largest_bytes: int | None) -> ocp.PyTreeCheckpointHandler:
     """Returns the handler of a pytree of arrays.
 
-    lean: no more bytes are on the way at once than the largest array has. A conversion has memory for one model only;
-        training has room and wants to be quick.
+    largest_bytes: of the arrays, if no more bytes than that may be on the way at once: a conversion has memory for one
+        model only. Training has room and wants to be quick.
     """
-    if not lean:
-        return ocp.PyTreeCheckpointHandler()
     # orbax refuses an array that is as large as the limit.
-    limit = 1 + max((array.nbytes for array in jax.tree.leaves(arrays)), default=0)
-    return ocp.PyTreeCheckpointHandler(handler_impl=ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=limit))
+    limit = None if largest_bytes is None else 1 + largest_bytes
+    implementation = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=limit, use_compression=COMPRESS)
+    return ocp.PyTreeCheckpointHandler(handler_impl=implementation)
 
 
 def save_arguments(arrays: Any, *, lean: bool) -> ocp.args.PyTreeSave:

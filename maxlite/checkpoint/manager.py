@@ -2,45 +2,56 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-
-from maxlite.checkpoint.arrays import array_handler, save_arguments
+from maxlite.checkpoint.atomicity import atomicity_of
+from maxlite.checkpoint.keep import StepInfo, kept_steps
+from maxlite.checkpoint.place import is_bucket, place_of
 from maxlite.checkpoint.quiet import quiet_orbax
+from maxlite.checkpoint.record import read_record
+from maxlite.checkpoint.report import RestoreReport
 from maxlite.checkpoint.restore import restore_step
 from maxlite.checkpoint.step_folder import (
     CHECKPOINTS,
-    DATA_STATE,
-    ITEMS,
+    ELSEWHERE,
     clear_incomplete,
     complete_steps,
+    find_checkpoints,
     missing_file,
+    remove_step,
     step_numbers,
     temporary_folders,
-    write_files,
 )
-from maxlite.checkpoint.tree import leaf_paths, nested
+from maxlite.checkpoint.tree import leaf_paths
+from maxlite.checkpoint.writer import Step, StepWriter, failed_save
 from maxlite.config.schema import CheckpointConfig
-from maxlite.errors import CheckpointError
+from maxlite.errors import CheckpointError, MaxliteError
+from maxlite.processes.group import is_primary, on_primary
 
 
 class Checkpointer:
     """The checkpoints of one run: `RUN/checkpoints/<n>` holds the state after n steps.
 
-    One process may save to a run directory at a time (RunDirectory.lock). Reading makes no files.
+    One run may save to a run directory at a time (RunDirectory.lock). Reading makes no files. All processes of the run
+    make the same calls in the same order; what depends on the folder is decided by process 0.
     """
 
     def __init__(self, run_directory: Path, checkpoint: CheckpointConfig, *, lean: bool = False):
-        """Reads nothing yet; the folder need not exist. lean: one array is on its way to disk at a time."""
+        """Reads nothing yet; the folder need not exist. lean: one array is on its way to disk at a time.
+
+        With checkpoint_directory, its folder of the run's name holds the checkpoints, and the run says so in a file.
+
+        Raises:
+            CheckpointError: the bucket of checkpoint_directory can't be reached.
+        """
         quiet_orbax()
-        self._folder = Path(run_directory).absolute() / CHECKPOINTS
+        self._run, elsewhere = place_of(run_directory), checkpoint.checkpoint_directory
+        self._folder = (place_of(elsewhere) / self._run.name if elsewhere else self._run) / CHECKPOINTS
         self._config = checkpoint
         self._lean = lean
-        self._manager: ocp.CheckpointManager | None = None
-        self._saving: int | None = None
+        self._writer: StepWriter | None = None
         self._step: int | None = None
 
     @property
@@ -51,28 +62,29 @@ class Checkpointer:
     @property
     def skipped_steps(self) -> list[str]:
         """Saves newer than latest_step() that never ended, each with what it lacks; to be asked before saving."""
-        latest = self.latest_step()
-        skipped = []
-        for step in step_numbers(self._folder):
-            missing = missing_file(self._folder / str(step))
-            if missing is not None and (latest is None or step > latest):
-                skipped.append(f"{step} ({missing} is missing)")
-        return skipped + [f"{folder.name} (never finished)" for folder in temporary_folders(self._folder)]
+        return on_primary("skipped steps", self._skipped)
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step on disk; half-written ones never count."""
-        steps = complete_steps(self._folder)
-        return steps[-1] if steps else None
+        """Returns the newest complete step on disk; half-written ones never count.
 
-    def save(self, step: int, items: Any, data_state: dict[str, Any]) -> None:
+        Raises:
+            CheckpointError: the run's checkpoints lie elsewhere than checkpoint_directory now says.
+        """
+        return on_primary("latest step", self._latest)
+
+    def save(
+        self, step: int, items: Any, data_state: dict[str, Any], metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Saves one step; with async_checkpointing it returns when the arrays have been copied.
 
-        Half-written steps in the folder are cleared away before the first save.
+        Half-written steps in the folder are cleared away before the first save; after each, the steps that no
+        key keeps are removed.
 
         Args:
             step: number of steps done.
             items: pytree of jax.Array with the top-level names step, params and opt_state.
             data_state: the data position, as JSON would hold it.
+            metrics: tag -> value of that step, by which it may be among the best.
 
         Raises:
             CheckpointError: the step is there already, the disk is full or can't be written, or the background
@@ -80,109 +92,134 @@ class Checkpointer:
         """
         assert json.loads(json.dumps(data_state)) == data_state, "the data state must survive JSON"
         self.wait()
-        if step in complete_steps(self._folder):
-            raise CheckpointError(f"checkpoint {self._folder / str(step)} is there already and is never overwritten")
-        self._check_free_space(step, items)
-        arrays = nested(leaf_paths(items))
-        arguments = ocp.args.Composite(
-            **{
-                ITEMS: save_arguments(arrays, lean=self._lean),
-                DATA_STATE: ocp.args.JsonSave(data_state),
-            }
-        )
-        self._saving = step
+        arrays = leaf_paths(items)
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        atomicity = on_primary("checkpoint folder", lambda: self._make_way(step, num_bytes))
+        if self._writer is None:
+            largest = max((array.nbytes for array in arrays.values()), default=0)
+            self._writer = StepWriter(self._folder, atomicity, largest if self._lean else None)
         try:
-            saved = self._open_manager(items).save(step, args=arguments, force=True)
+            self._writer.start(Step(step, arrays, data_state, dict(metrics or {})), self._remove_old)
         except Exception as error:
-            raise self._failed_save(error) from error
-        assert saved, "orbax declined a forced save"
+            raise failed_save(self._folder, step, error) from error
         self._step = step
         if not self._config.async_checkpointing:
             self.wait()
 
-    def restore(self, step: int, abstract_items: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, step: int, abstract_items: Any, report: Callable[[RestoreReport], object] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Returns the items and the data state of one step.
 
         Args:
             step: a step that is complete on disk.
             abstract_items: pytree of jax.ShapeDtypeStruct with the shardings wanted now; another dtype is a cast.
+            report: is given what was read.
 
         Raises:
             CheckpointError: the step is not there, damaged, or has other arrays.
         """
-        if step not in step_numbers(self._folder):
-            steps = ", ".join(map(str, complete_steps(self._folder))) or "none"
-            raise CheckpointError(f"there is no checkpoint {self._folder / str(step)}; complete steps: {steps}")
-        items_and_data_state = restore_step(self._folder / str(step), abstract_items)
+        on_primary("checkpoint step", lambda: self._require(step))
+        items_and_data_state = restore_step(self._folder / str(step), abstract_items, report)
         self._step = step
         return items_and_data_state
 
+    def failed(self) -> MaxliteError | None:
+        """Returns why the save in the background failed, if it has; once: who asks raises it. Costs nothing."""
+        return None if self._writer is None else self._writer.failed()
+
     def wait(self) -> None:
         """Blocks until the save in the background is on disk. Raises CheckpointError if it failed."""
-        if self._manager is None:
-            return
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed_save(error) from error
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
         """Waits as `wait` does, then ends the threads; the last call on this object."""
         try:
             self.wait()
         finally:
-            if self._manager is not None:
-                self._manager.close()
-                self._manager = None
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
 
-    def _open_manager(self, items: Any) -> ocp.CheckpointManager:
-        # Made at the first save: it counts every step's folder, so the half-written ones have to go before.
-        if self._manager is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            clear_incomplete(self._folder)
-            self._manager = ocp.CheckpointManager(
-                self._folder,
-                item_handlers={
-                    ITEMS: array_handler(items, lean=self._lean),
-                    DATA_STATE: ocp.JsonCheckpointHandler(),
-                },
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=self._config.max_num_checkpoints_to_keep,
-                    async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
-                ),
+    def _latest(self) -> int | None:
+        former = find_checkpoints(self._run)
+        if former != self._folder and complete_steps(former):
+            raise CheckpointError(
+                f"the checkpoints of this run lie at {former}, and checkpoint_directory now says {self._folder}. "
+                "Set it back to go on with them, or choose another run_name."
             )
-        return self._manager
+        return max(complete_steps(self._folder), default=None)
 
-    def _list_files(self) -> None:
-        """Runs in the background when all is written and the folder still has its temporary name."""
-        assert self._saving is not None
-        (folder,) = temporary_folders(self._folder, self._saving)
-        write_files(folder)
+    def _skipped(self) -> list[str]:
+        latest = max(complete_steps(self._folder), default=-1)
+        # What is left of an old step, whose removal was cut short, was no save.
+        unfinished = [one for one in temporary_folders(self._folder) if int(one.name.partition(".")[0]) > latest]
+        skipped = []
+        for step in step_numbers(self._folder):
+            folder = self._folder / str(step)
+            missing = missing_file(folder)
+            if missing is not None and step > latest and folder not in unfinished:
+                skipped.append(f"{step} ({missing} is missing)")
+        return skipped + [f"{folder.name} (never finished)" for folder in unfinished]
 
-    def _check_free_space(self, step: int, items: Any) -> None:
-        needed = sum(
-            shard.data.nbytes
-            for array in jax.tree.leaves(items)
-            for shard in array.addressable_shards
-            if shard.replica_id == 0
-        )
+    def _require(self, step: int) -> None:
+        if step not in step_numbers(self._folder):
+            steps = ", ".join(map(str, complete_steps(self._folder))) or "none"
+            raise CheckpointError(f"there is no checkpoint {self._folder / str(step)}; complete steps: {steps}")
+
+    def _make_way(self, step: int, num_bytes: int) -> str:
+        """Runs on process 0 before a save; returns how the step is to become complete."""
+        folder = self._folder / str(step)
+        if folder.is_dir() and missing_file(folder) is None:
+            raise CheckpointError(f"checkpoint {folder} is there already and is never overwritten")
+        self._check_free_space(step, num_bytes)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not is_bucket(self._folder):
+                self._probe()
+            if self._config.checkpoint_directory and not is_bucket(self._run):
+                self._run.mkdir(parents=True, exist_ok=True)
+                (self._run / ELSEWHERE).write_text(f"{self._folder}\n")
+            if self._writer is None:
+                clear_incomplete(self._folder)
+        except Exception as error:
+            raise failed_save(self._folder, step, error) from error
+        return atomicity_of(self._config.checkpoint_atomicity, self._folder)
+
+    def _probe(self) -> None:
+        """Makes a folder and removes it: where that fails, orbax would leave threads that wait for hours."""
+        probe = self._folder / ".probe"
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
+
+    def _remove_old(self) -> None:
+        """Runs in the background when a step is complete: removes the steps that no key keeps."""
+        if not is_primary():
+            return
+        infos = []
+        for step in complete_steps(self._folder):
+            try:
+                record = read_record(self._folder / str(step))
+            except ValueError:
+                continue  # Damaged: its owner is told when it is read, and till then it stays.
+            infos.append(StepInfo(step, record.time, record.metrics))
+        kept = kept_steps(infos, self._config)
+        for info in infos:
+            if info.step not in kept:
+                remove_step(self._folder / str(info.step))
+
+    def _check_free_space(self, step: int, num_bytes: int) -> None:
+        if is_bucket(self._folder):
+            return
         existing = next(folder for folder in (self._folder, *self._folder.parents) if folder.exists())
         free = shutil.disk_usage(existing).free
-        if needed > free:
+        if num_bytes > free:
             raise CheckpointError(
-                f"no disk space for the checkpoint of step {step}: it needs up to {_size(needed)} and "
+                f"no disk space for the checkpoint of step {step}: it needs up to {_size(num_bytes)} and "
                 f"{existing} has {_size(free)} free. Make room, or choose another base_output_directory "
                 "or a smaller max_num_checkpoints_to_keep; earlier checkpoints are intact."
             )
-
-    def _failed_save(self, error: Exception) -> CheckpointError:
-        latest = self.latest_step()
-        intact = "no complete checkpoint exists" if latest is None else f"the newest complete checkpoint is {latest}"
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
-        return CheckpointError(
-            f"saving step {self._saving} to {self._folder} failed: {reason}\n"
-            f"{intact}. Make the folder writable or make room on its disk, then run the same command again."
-        )
 
 
 def _size(num_bytes: int) -> str:

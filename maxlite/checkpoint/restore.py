@@ -1,108 +1,110 @@
 """Reads a checkpoint: a whole step, or its parameters alone, into the shardings that are wanted now."""
 
-import json
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
-from maxlite.checkpoint.quiet import quiet_orbax
+from maxlite.checkpoint.place import place_of
+from maxlite.checkpoint.read_arrays import read_arrays
+from maxlite.checkpoint.record import StepRecord, record_from_json
+from maxlite.checkpoint.report import RestoreReport
 from maxlite.checkpoint.step_folder import (
     CHECKPOINTS,
-    DATA_STATE,
-    ITEMS,
     complete_steps,
-    damaged,
+    find_checkpoints,
+    read_data_state,
     step_numbers,
     verify_files,
 )
-from maxlite.checkpoint.tree import ArrayShape, check_shapes, leaf_paths, nested
+from maxlite.checkpoint.tree import ArrayShape, check_shapes, leaf_paths
 from maxlite.errors import CheckpointError
+from maxlite.processes.group import on_primary
 
 PARAMS = "params"
 OPTIMIZER_STATE = "opt_state"
 
+Report = Callable[[RestoreReport], object]
 
-def restore_step(folder: Path, abstract_items: Any) -> tuple[Any, dict[str, Any]]:
+
+def restore_step(folder: Path, abstract_items: Any, report: Report | None = None) -> tuple[Any, dict[str, Any]]:
     """Returns the items, shaped and sharded as `abstract_items`, and the data state of one step's folder.
 
-    Raises CheckpointError if a file is damaged, if the arrays are not those of `abstract_items`, or if
+    report: is given what was read.
+
+    Raises CheckpointError if a file or an array is damaged, if the arrays are not those of `abstract_items`, or if
     there are parameters alone.
     """
-    verify_files(folder)
-    saved, wanted = _shapes(folder), leaf_paths(abstract_items)
-    if _has_training(wanted) and not _has_training(saved):
+    record, wanted = _verified(folder), leaf_paths(abstract_items)
+    if _has_training(wanted) and not _has_training(record.leaves):
         run = folder.parents[1]
         raise CheckpointError(
             f"checkpoint {folder} holds parameters alone, as an imported model's does: there is no training to go on "
             f"with. Begin one from them: maxlite train base.yml model={run}/model.yml load_parameters_path={run} "
             "run_name=NEW."
         )
-    check_shapes(saved, wanted, f"checkpoint {folder}")
-    return _read_arrays(folder, abstract_items), _read_data_state(folder)
+    check_shapes(record.shapes(), wanted, f"checkpoint {folder}")
+    data_state = on_primary("data position", lambda: read_data_state(folder))
+    return _read(folder, record, abstract_items, report), data_state
 
 
-def restore_parameters(path: str | Path, abstract_params: Any) -> Any:
+def restore_parameters(path: str | Path, abstract_params: Any, report: Report | None = None) -> Any:
     """Returns the parameters of a run directory (its newest complete step) or of RUN/checkpoints/<n>.
 
     Args:
         path: what `load_parameters_path` was given.
         abstract_params: pytree of jax.ShapeDtypeStruct with shardings; another dtype than the saved one is a cast.
+        report: is given what was read.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its parameters have other shapes.
     """
-    folder = _checked_folder(path, abstract_params)
-    return _read_arrays(folder, {PARAMS: abstract_params})[PARAMS]
+    folder, record = _checked(path, abstract_params)
+    return _read(folder, record, {PARAMS: abstract_params}, report)[PARAMS]
 
 
 def parameter_reader(path: str | Path, abstract_params: Any) -> Callable[[str], jax.Array]:
     """As restore_parameters, one at a time: returns a function from a parameter's path to its value.
 
     Raises:
-        CheckpointError: as restore_parameters, before anything is read.
+        CheckpointError: as restore_parameters, before anything is read; and the function, for a damaged array.
     """
-    folder, abstract = _checked_folder(path, abstract_params), leaf_paths({PARAMS: abstract_params})
+    folder, record = _checked(path, abstract_params)
+    abstract = leaf_paths({PARAMS: abstract_params})
 
     def read(name: str) -> jax.Array:
-        (array,) = jax.tree.leaves(_read_arrays(folder, nested({f"{PARAMS}/{name}": abstract[f"{PARAMS}/{name}"]})))
-        return array
+        whole = f"{PARAMS}/{name}"
+        return read_arrays(folder, record, {whole: abstract[whole]})[whole]
 
     return read
 
 
-def _checked_folder(path: str | Path, abstract_params: Any) -> Path:
-    """The step's folder, its files sound and its parameters those that are wanted."""
-    folder = parameters_folder(path)
-    verify_files(folder)
-    saved = {name: shape for name, shape in _shapes(folder).items() if name.startswith(f"{PARAMS}/")}
-    check_shapes(saved, leaf_paths({PARAMS: abstract_params}), f"checkpoint {folder}")
-    return folder
-
-
 def parameter_shapes(path: str | Path) -> dict[str, ArrayShape]:
     """Returns slash-joined path -> (shape, dtype) of the saved parameters, without reading an array."""
-    prefix = f"{PARAMS}/"
-    shapes = _shapes(parameters_folder(path))
-    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    shapes = _parameters(_verified(parameters_folder(path)))
+    return {name.removeprefix(f"{PARAMS}/"): shape for name, shape in shapes.items()}
 
 
 def parameters_folder(path: str | Path) -> Path:
     """Returns the step's folder that `path` means. Raises CheckpointError if it means none."""
-    given = Path(path).expanduser().absolute()
+    return place_of(on_primary("parameters folder", lambda: str(_find_parameters(place_of(path)))))
+
+
+def _find_parameters(given: Path) -> Path:
     if given.parent.name == CHECKPOINTS and given.name.isdecimal():
         if given.is_dir():
             return given
         steps = ", ".join(map(str, step_numbers(given.parent))) or "none"
         raise CheckpointError(f"there is no checkpoint {given}; steps that exist there: {steps}")
-    steps_complete = complete_steps(given / CHECKPOINTS)
+    checkpoints = find_checkpoints(given)
+    steps_complete = complete_steps(checkpoints)
     if steps_complete:
-        return given / CHECKPOINTS / str(steps_complete[-1])
+        return checkpoints / str(steps_complete[-1])
     if not given.exists():
         found = "there is no such folder"
-    elif not (given / CHECKPOINTS).is_dir():
+    elif not checkpoints.is_dir():
         found = f"it has no folder '{CHECKPOINTS}'"
     else:
         found = f"its folder '{CHECKPOINTS}' holds no complete step"
@@ -112,41 +114,42 @@ def parameters_folder(path: str | Path) -> Path:
     )
 
 
+def _checked(path: str | Path, abstract_params: Any) -> tuple[Path, StepRecord]:
+    """The step's folder and record, its files sound and its parameters those that are wanted."""
+    folder = parameters_folder(path)
+    record = _verified(folder)
+    check_shapes(_parameters(record), leaf_paths({PARAMS: abstract_params}), f"checkpoint {folder}")
+    return folder, record
+
+
+def _verified(folder: Path) -> StepRecord:
+    """Process 0 looks at the files, for all: one reader is enough, and all go by the same record."""
+    return record_from_json(on_primary("checkpoint files", lambda: verify_files(folder).as_json()))
+
+
+def _parameters(record: StepRecord) -> dict[str, ArrayShape]:
+    return {path: shape for path, shape in record.shapes().items() if path.startswith(f"{PARAMS}/")}
+
+
 def _has_training(paths: Iterable[str]) -> bool:
     return any(path.startswith(f"{OPTIMIZER_STATE}/") for path in paths)
 
 
-def _shapes(folder: Path) -> dict[str, ArrayShape]:
-    quiet_orbax()
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            metadata = reader.metadata(folder / ITEMS).item_metadata
-    except Exception as error:
-        raise damaged(folder, f"the list of its arrays is unreadable ({_first_line(error)})") from error
-    return {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in leaf_paths(metadata.tree).items()}
+def _read(folder: Path, record: StepRecord, abstract: Any, report: Report | None) -> Any:
+    """Reads the arrays of a tree, and reports."""
+    began, wanted = time.perf_counter(), leaf_paths(abstract)
+    found = jax.block_until_ready(read_arrays(folder, record, wanted))
+    if report is not None:
+        report(_report(record, wanted, time.perf_counter() - began))
+    return jax.tree.unflatten(jax.tree.structure(abstract), [found[path] for path in wanted])
 
 
-def _read_arrays(folder: Path, abstract: Any) -> Any:
-    quiet_orbax()
-    wanted = nested(leaf_paths(abstract))
-    arguments = ocp.args.PyTreeRestore(
-        item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+def _report(record: StepRecord, wanted: Mapping[str, jax.ShapeDtypeStruct], seconds: float) -> RestoreReport:
+    pairs = {path: (record.leaves[path].dtype, str(leaf.dtype)) for path, leaf in wanted.items()}
+    return RestoreReport(
+        restored=tuple(wanted),
+        cast={path: pair for path, pair in pairs.items() if pair[0] != pair[1]},
+        not_used=tuple(path for path in record.leaves if path not in wanted),
+        num_bytes=sum(record.leaves[path].num_bytes() for path in wanted),
+        seconds=seconds,
     )
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            found = leaf_paths(reader.restore(folder / ITEMS, args=arguments))
-    except Exception as error:
-        raise damaged(folder, f"orbax failed ({_first_line(error)})") from error
-    return jax.tree.unflatten(jax.tree.structure(abstract), [found[path] for path in leaf_paths(abstract)])
-
-
-def _read_data_state(folder: Path) -> dict[str, Any]:
-    try:
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            return reader.restore(folder / DATA_STATE, args=ocp.args.JsonRestore())
-    except (OSError, json.JSONDecodeError) as error:
-        raise damaged(folder, f"the data position is unreadable ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

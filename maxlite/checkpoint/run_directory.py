@@ -5,29 +5,30 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from maxlite.checkpoint.step_folder import CHECKPOINTS
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import CheckpointError, ConfigError
+from maxlite.processes.group import on_primary
 
 # Beside the model's own keys: these decide which arrays a checkpoint holds, and in which dtype.
 _STORED_KEYS = frozenset(f.name for f in dataclasses.fields(ModelConfig)) | {"weight_dtype", "opt_type"}
 
 
 class RunDirectory:
-    """base_output_directory/run_name, made when it is not there."""
+    """base_output_directory/run_name, made when it is not there.
+
+    All processes of a run make one and call it alike; process 0 does what is done on disk, and its errors reach all.
+    """
 
     def __init__(self, base_output_directory: str | Path, run_name: str):
         """Makes the folder. Raises ConfigError for a bad name, CheckpointError if it can't be made."""
         check_run_name(run_name)
         self.path = Path(base_output_directory).expanduser().absolute() / run_name
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        on_primary("run directory", self._make)
         self.config_path = self.path / "config.yml"
         self.checkpoints = self.path / CHECKPOINTS
         self.metrics = self.path / "metrics"
@@ -37,10 +38,26 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keeps every other process out of this run; the kernel lets go when the process ends, however it ends.
+        """Keeps every other run out of this one; the kernel lets go when process 0 ends, however it ends.
 
         Raises CheckpointError if another process is in, naming it.
         """
+        with ExitStack() as held:
+            on_primary("run lock", lambda: held.enter_context(self._locked()))
+            yield
+
+    def write_config(self, text: str) -> None:
+        """Writes config.yml whole or not at all. Raises CheckpointError if the folder can't be written."""
+        on_primary("config.yml", lambda: self._write(text))
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         lock_path = self.path / ".lock"
         try:
             file = open(lock_path, "a+", encoding="ascii")
@@ -66,8 +83,7 @@ class RunDirectory:
             file.flush()
             yield
 
-    def write_config(self, text: str) -> None:
-        """Writes config.yml whole or not at all. Raises CheckpointError if the folder can't be written."""
+    def _write(self, text: str) -> None:
         try:
             with tempfile.NamedTemporaryFile("w", dir=self.path, encoding="utf-8", delete=False) as file:
                 file.write(text)

@@ -1,29 +1,44 @@
-"""What lies in RUN/checkpoints: which steps are complete, and whether a step's bytes are those that were saved.
+"""What lies in RUN/checkpoints: which steps are complete, and whether a step's files are those that were saved.
 
-A step's folder holds `items/` and `iter/`, written by orbax, and `files.json`: the size and CRC-32 of every
-file below those two. The folder gets its final name only when all of that is on disk, so a kill leaves either
-a whole step or a folder with a temporary name. Checksums are needed because a flipped byte in a weight
-decompresses without complaint.
+A step's folder holds `items/` and `iter/`, written by orbax, and `files.json`: what each file and each array must
+be. How the folder becomes complete is checkpoint_atomicity's: by `rename`, it gets its final name when all of it is
+on disk; by `commit_file`, it has that name from the start, and a mark is written last. A kill leaves either a whole
+step, or a folder with a temporary name or without the mark.
 """
 
 import json
-import os
-import shutil
 import zlib
 from pathlib import Path
 
+from maxlite.checkpoint.atomicity import COMMIT_FILE
+from maxlite.checkpoint.place import file_sizes, is_bucket, place_of, remove_folder
+from maxlite.checkpoint.record import FILES, StepRecord, read_record
 from maxlite.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
 ITEMS = "items"
 DATA_STATE = "iter"
-FILES = "files.json"
+
+# In the run's folder, where its checkpoints lie elsewhere: the path or URL of their folder.
+ELSEWHERE = "checkpoints.txt"
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _COMMIT_MARK = "commit_success.txt"
+_DATA_STATE_FILE = f"{DATA_STATE}/metadata"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _INCOMPLETE = ".incomplete"
 _BLOCK_BYTES = 1 << 22
+
+
+def find_checkpoints(run: str | Path) -> Path:
+    """Returns where the checkpoints of a run lie, which need not exist: in its folder, or where that says.
+
+    Raises:
+        CheckpointError: it is a place that can't be reached.
+    """
+    folder = place_of(run)
+    note = folder / ELSEWHERE
+    return place_of(note.read_text().strip()) if note.is_file() else folder / CHECKPOINTS
 
 
 def step_numbers(checkpoints: Path) -> list[int]:
@@ -39,56 +54,78 @@ def complete_steps(checkpoints: Path) -> list[int]:
     return [step for step in step_numbers(checkpoints) if missing_file(checkpoints / str(step)) is None]
 
 
-def temporary_folders(checkpoints: Path, step: int | None = None) -> list[Path]:
-    """Returns the folders of saves that never ended: of one step, or of all."""
+def temporary_folders(checkpoints: Path) -> list[Path]:
+    """Returns the folders of saves that never ended."""
     if not checkpoints.is_dir():
         return []
-    return sorted(checkpoints.glob(f"{'*' if step is None else step}{_TEMPORARY}*"))
+    uncommitted = [checkpoints / str(step) for step in step_numbers(checkpoints)]
+    return sorted(checkpoints.glob(f"*{_TEMPORARY}*")) + [folder for folder in uncommitted if _is_uncommitted(folder)]
+
+
+def temporary_folder(checkpoints: Path, step: int) -> Path:
+    """Returns the folder of a step that is being saved, whichever name it has until it is complete."""
+    for name in (f"{step}{_TEMPORARY}", str(step)):
+        if (checkpoints / name).is_dir():
+            return checkpoints / name
+    raise AssertionError(f"no folder of step {step} in {checkpoints}")
 
 
 def missing_file(folder: Path) -> str | None:
     """Returns the first file, relative to a step's folder, that a whole step would have; None if none is missing."""
-    if not (folder / FILES).is_file():
-        return FILES
+    found = file_sizes(folder)
+    for name in (FILES, _COMMIT_MARK, _STEP_METADATA):
+        if name not in found:
+            return name
     try:
-        listed = _read_files(folder)
+        listed = read_record(folder).files
     except ValueError:
         return None  # Damage and not a save cut short: verify_files reports it, lest the step be passed over.
-    required = [_STEP_METADATA]
-    # Some versions of orbax mark each commit with a file; those that mark the parts also mark the whole.
-    if f"{DATA_STATE}/{_COMMIT_MARK}" in listed:
-        required.append(_COMMIT_MARK)
-    return next((name for name in [*required, *listed] if not (folder / name).is_file()), None)
+    return next((name for name in listed if name not in found), None)
 
 
-def write_files(folder: Path) -> None:
-    """Writes the size and checksum of every file of a step that is about to get its final name."""
-    paths = sorted(p for part in (ITEMS, DATA_STATE) for p in (folder / part).rglob("*") if p.is_file())
-    listed = {p.relative_to(folder).as_posix(): [p.stat().st_size, _checksum(p)] for p in paths}
-    with open(folder / FILES, "w", encoding="utf-8") as file:
-        json.dump({"checksum": _list_checksum(listed), "files": listed}, file, indent=0)
-        file.flush()
-        os.fsync(file.fileno())
+def list_files(folder: Path) -> dict[str, tuple[int, int | None]]:
+    """Returns size and CRC-32 of every file of a step that is about to become complete, as its record has them."""
+    return {
+        name: (num_bytes, None if _holds_chunks(folder / name) else _checksum(folder / name))
+        for name, num_bytes in sorted(file_sizes(folder).items())
+        if name.startswith((f"{ITEMS}/", f"{DATA_STATE}/"))
+    }
 
 
-def verify_files(folder: Path) -> None:
-    """Reads every byte of a step. Raises CheckpointError at the first file that is not as it was saved."""
+def verify_files(folder: Path) -> StepRecord:
+    """Returns the record of a step whose files are those that were saved.
+
+    Sizes of all, and the bytes of those without array chunks; what those hold is checked when arrays are read.
+
+    Raises:
+        CheckpointError: at the first file that is not as it was.
+    """
     missing = missing_file(folder)
     if missing is not None:
         raise damaged(folder, f"{missing} is missing")
     try:
-        listed = _read_files(folder)
+        record = read_record(folder)
     except ValueError as error:
         raise damaged(folder, f"{FILES} is not as it was saved ({error})") from error
-    for name, (num_bytes, checksum) in listed.items():
-        try:
-            found_bytes, found_checksum = (folder / name).stat().st_size, _checksum(folder / name)
-        except OSError as error:
-            raise damaged(folder, f"{name}: {error.strerror}") from error
+    found = file_sizes(folder)
+    for name, (num_bytes, checksum) in record.files.items():
+        found_bytes = found.get(name, 0)
         if found_bytes != num_bytes:
             raise damaged(folder, f"{name} has {found_bytes} bytes where {num_bytes} were saved")
-        if found_checksum != checksum:
-            raise damaged(folder, f"the bytes of {name} are not those that were saved (checksums differ)")
+        try:
+            if checksum is not None and _checksum(folder / name) != checksum:
+                raise damaged(folder, f"the bytes of {name} are not those that were saved (checksums differ)")
+        except OSError as error:
+            raise damaged(folder, f"{name}: {error.strerror}") from error
+    return record
+
+
+def read_data_state(folder: Path) -> dict:
+    """Returns the data position of a step. Raises CheckpointError if it is unreadable."""
+    try:
+        return json.loads((folder / _DATA_STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(folder, f"the data position is unreadable ({error})") from error
 
 
 def damaged(folder: Path, cause: str) -> CheckpointError:
@@ -110,34 +147,46 @@ def clear_incomplete(checkpoints: Path) -> None:
     """Makes way for steps that were not saved whole.
 
     What a killed save left is removed. A step's folder that lacks a file lost it later: it is kept as
-    `<n>.incomplete`, for its owner to look at.
+    `<n>.incomplete`, for its owner to look at. In a bucket, where nothing is renamed, it stays until saved again.
     """
     for folder in temporary_folders(checkpoints):
-        shutil.rmtree(folder)
+        remove_folder(folder)
     for step in step_numbers(checkpoints):
         folder = checkpoints / str(step)
-        if missing_file(folder) is not None:
+        if missing_file(folder) is not None and not is_bucket(folder):
             aside = folder.with_name(folder.name + _INCOMPLETE)
             if aside.exists():
-                shutil.rmtree(aside)
+                remove_folder(aside)
             folder.rename(aside)
 
 
-def _read_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Returns name -> (size in bytes, CRC-32). Raises ValueError if the list itself was damaged."""
-    content = json.loads((folder / FILES).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("checksum") != _list_checksum(content.get("files")):
-        raise ValueError("checksums differ")
-    return {name: (num_bytes, checksum) for name, (num_bytes, checksum) in content["files"].items()}
+def remove_step(folder: Path) -> None:
+    """Removes a step; if it is killed meanwhile, what is left is a save that never ended, and cleared as such."""
+    for name in (_COMMIT_MARK, FILES):
+        (folder / name).unlink(missing_ok=True)
+    remove_folder(folder)
 
 
-def _list_checksum(listed: object) -> int:
-    return zlib.crc32(json.dumps(listed, sort_keys=True).encode())
+def _is_uncommitted(folder: Path) -> bool:
+    """Says whether a step's folder was never complete, rather than losing a file later."""
+    if (folder / _COMMIT_MARK).is_file():
+        return False
+    if not (folder / FILES).is_file():
+        return True
+    try:
+        return read_record(folder).atomicity == COMMIT_FILE
+    except ValueError:
+        return False
+
+
+def _holds_chunks(path: Path) -> bool:
+    """Says whether a file is one of OCDBT's data files: `d/` of the merged folder and of each process's."""
+    return path.parent.name == "d"
 
 
 def _checksum(path: Path) -> int:
     checksum = 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
     return checksum

@@ -9,7 +9,7 @@ from maxlite.config.check_model import MODEL_CHECKS
 from maxlite.config.check_parallel import PARALLEL_CHECKS
 from maxlite.config.check_remat import check_remat
 from maxlite.config.degrees import fake_degrees
-from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, Config
+from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, PROCESS_KEYS, Config
 from maxlite.errors import ConfigError
 
 # Dimensions of one tensor that may not share a mesh axis.
@@ -48,11 +48,25 @@ def check_degrees(config: Config) -> Iterator[str]:
         for name in zeros:
             yield f"{name}=0: a degree is at least 1, or -1 for the devices left over."
         sound = sound and len(free) <= 1 and not zeros
-    if config.run.cpu_devices and sound:
+    if config.fake_devices and sound:
         try:
-            fake_degrees(config.parallel, config.run.cpu_devices)
+            fake_degrees(config.parallel, config.fake_devices)
         except ConfigError as error:
             yield str(error)
+
+
+def check_processes(config: Config) -> Iterator[str]:
+    """A process is told all of its place or none of it."""
+    keys = config.distributed
+    given = {name: getattr(keys, name) for name in PROCESS_KEYS}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        yield f"{shown}, but not {' and '.join(missing)}: give a process all three, or leave them to the cluster."
+    if keys.process_id is not None and keys.num_processes is not None and keys.process_id >= keys.num_processes:
+        yield f"process_id={keys.process_id} is not below num_processes={keys.num_processes}; they count from 0."
+    if keys.coordinator_address is not None and not keys.coordinator_address.rpartition(":")[2].isdecimal():
+        yield f"coordinator_address={keys.coordinator_address} has no port; it is host:port of process 0."
 
 
 def check_axis_rules(config: Config) -> Iterator[str]:
@@ -98,6 +112,31 @@ def check_run_name(config: Config) -> Iterator[str]:
     name = config.run.run_name
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
         yield f"run_name={name!r} must be one folder name, without slashes; base_output_directory says where."
+
+
+def check_places(config: Config) -> Iterator[str]:
+    """Only checkpoints may lie in a bucket: the rest of a run is appended to and locked."""
+    output, place = config.run.base_output_directory, config.checkpoint.checkpoint_directory
+    if "://" in output:
+        yield f"base_output_directory={output} is no folder; gs:// URLs are for checkpoint_directory."
+    if place is not None and "://" in place and not place.startswith("gs://"):
+        yield f"checkpoint_directory={place}: it takes a folder (perhaps a mounted bucket) or a gs:// URL."
+    if place is not None and place.startswith("gs://") and config.checkpoint.checkpoint_atomicity == "rename":
+        yield (
+            f"checkpoint_atomicity=rename, but nothing in {place} can be renamed at once; it takes auto or commit_file."
+        )
+
+
+def check_best(config: Config) -> Iterator[str]:
+    """Checkpoints are compared by a tag that there is."""
+    checkpoint, tag = config.checkpoint, config.checkpoint.checkpoint_best_metric
+    if not tag.startswith(("eval/", "learning/")):
+        yield f"checkpoint_best_metric={tag}: it is a tag of metrics.jsonl, as eval/avg_loss or learning/loss."
+    elif checkpoint.checkpoint_keep_best and tag.startswith("eval/") and config.train.eval_interval == 0:
+        yield (
+            f"checkpoint_keep_best={checkpoint.checkpoint_keep_best} compares by {tag}, and eval_interval=0 never "
+            "evaluates; give eval_interval, or checkpoint_best_metric=learning/loss."
+        )
 
 
 def check_peak(config: Config) -> Iterator[str]:
@@ -157,6 +196,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *MODEL_CHECKS,
     check_lengths,
     check_degrees,
+    check_processes,
     check_axis_rules,
     *PARALLEL_CHECKS,
     check_remat,
@@ -164,6 +204,8 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_moments,
     *DATA_CHECKS,
     check_run_name,
+    check_places,
+    check_best,
     check_peak,
     check_sampling,
     check_prompts,

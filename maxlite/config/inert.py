@@ -8,7 +8,19 @@ from maxlite.config.schema import LAYER_INPUT, REMAT_TENSORS, Config
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "mu_dtype")
 _WSD = ("wsd_decay_steps_fraction", "wsd_decay_style")
-_SAVING = ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "save_checkpoint_on_completion")
+_BEST = ("checkpoint_best_metric", "checkpoint_best_mode")
+_SAVING = (
+    "checkpoint_directory",
+    "checkpoint_atomicity",
+    "checkpoint_period",
+    "checkpoint_period_minutes",
+    "async_checkpointing",
+    "max_num_checkpoints_to_keep",
+    "checkpoint_keep_period",
+    "checkpoint_keep_minutes",
+    "checkpoint_keep_best",
+    "save_checkpoint_on_completion",
+)
 _PACKING = ("packing_type", "max_segments_per_seq")
 _ENCODING = (
     "objective",
@@ -64,6 +76,8 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     ("packing is false", lambda c: not c.data.packing, _PACKING),
     ("data_worker_count is 0", lambda c: c.data.data_worker_count == 0, ("data_worker_buffer_size",)),
     ("enable_checkpointing is false", lambda c: not c.checkpoint.enable_checkpointing, _SAVING),
+    ("checkpoint_keep_best is 0", lambda c: c.checkpoint.checkpoint_keep_best == 0, _BEST),
+    ("watchdog_factor is 0", lambda c: c.metrics.watchdog_factor == 0, ("watchdog_min_seconds",)),
     ("eval_interval is 0", lambda c: c.train.eval_interval == 0, ("eval_steps",)),
     (
         "profiler is not set",

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from maxlite.config.check import CHECKS
-from maxlite.config.schema import COMMAND_LINE, ENVIRONMENT, KEYS, SECTIONS, Config, MixtureSource
+from maxlite.config.data_schema import MixtureSource
+from maxlite.config.schema import COMMAND_LINE, ENVIRONMENT, KEYS, PROCESS_KEYS, SECTIONS, Config
 from maxlite.config.smoke import smoke_overrides
 from maxlite.config.values import describe_allowed, parse_value
 from maxlite.config.yaml_file import Entry, read_yaml
@@ -94,9 +95,17 @@ def load_config(
 
 
 def dump_config(config: Config) -> str:
-    """Returns the YAML text of `config`: every key, so that it loads to the same values anywhere."""
-    plain = {name: _plain(value) for name, value in config.flat().items()}
+    """Returns the YAML text of `config`: every key, so that it loads to the same values anywhere.
+
+    What one process was told at its start is left out, and the fake devices are those of all.
+    """
+    plain = {name: _plain(value) for name, value in saved_values(config).items()}
     return RESOLVED_HEADER + "\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+def saved_values(config: Config) -> dict[str, Any]:
+    """Returns key -> value as a run's config.yml has them: the same for any number of processes."""
+    return {**config.flat(), **dict.fromkeys(PROCESS_KEYS), "cpu_devices": config.fake_devices}
 
 
 def dump_model(config: Config, title: str) -> str:

@@ -10,8 +10,9 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from maxlite.config.data_schema import DataConfig
 from maxlite.config.key import key
 from maxlite.config.model_schema import ModelConfig
 
@@ -80,23 +81,12 @@ LOGICAL_AXES = (
     "activation_kv_heads",
     "activation_mlp",
 )
+# What one process is told at its start: no part of a run's saved config.
+PROCESS_KEYS = ("num_processes", "process_id", "coordinator_address")
 COMMAND_LINE = "command line"
 ENVIRONMENT = "environment "
 
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
-DATASET_TYPES = ("text", "jsonl", "parquet", "arrayrecord", "hf", "tfds", "tokenized", "synthetic")
-
-
-class MixtureSource(NamedTuple):
-    """One row of dataset_mixture. weight: share of the rows. epochs: passes, after which it is left out."""
-
-    path: str
-    weight: float
-    epochs: int | None
-    name: str
-
-
-DatasetMixture = tuple[MixtureSource, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +97,7 @@ class RunConfig:
     run_name: str | None = key("Folder of the run; the model's name if not set.")
     base_output_directory: str = key("Folder that holds the runs.")
     smoke: bool = key("Shrink the model to seconds on a CPU.")
-    cpu_devices: int = key("Number of fake CPU devices; 0 uses what the machine has.", minimum=0, maximum=4096)
+    cpu_devices: int = key("Fake CPU devices of each process; 0 uses what there is.", minimum=0, maximum=4096)
     init_weights_seed: int = key("Seed of the initial weights.", minimum=0, maximum=2**32 - 1)
     jax_cache_dir: str | None = key("Folder of compiled programs.")
 
@@ -117,6 +107,17 @@ class RunConfig:
         # Not Path.stem, which takes "llama3.1-8b" for a file called llama3.
         name = self.run_name or Path(self.model).name.removesuffix(".yml").removesuffix(".yaml")
         return Path(self.base_output_directory).expanduser() / name
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The processes of a run that has several. Where a cluster says all this itself, nothing need be given."""
+
+    num_processes: int | None = key("Processes of the run.", minimum=1)
+    process_id: int | None = key("Number of this one, from 0.", minimum=0)
+    coordinator_address: str | None = key("host:port of process 0.")
+    skip_jax_distributed_system: bool = key("Run alone, whatever the environment says of a cluster.")
+    jax_distributed_initialization_timeout: int = key("Seconds to wait for all processes.", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,41 +191,6 @@ class CompileConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What is trained on, and how documents become batches."""
-
-    objective: str = key("What is learnt.", choices=("pretrain", "sft"))
-    dataset_type: str = key("Kind of data.", choices=DATASET_TYPES)
-    dataset_path: tuple[str, ...] | None = key("Files, folders, globs or URLs.")
-    eval_dataset_path: tuple[str, ...] | None = key("Held-out files, folders, globs or URLs.")
-    eval_fraction: float = key("Share of the documents held out.", minimum=0, maximum=0.9)
-    dataset_mixture: DatasetMixture | None = key("Several sources and their weights, instead of dataset_path.")
-    dataset_name: str | None = key("tfds: name of the dataset.")
-    train_split: str = key("hf, tfds: split trained on.")
-    eval_split: str | None = key("hf, tfds: split held out.")
-    train_data_columns: tuple[str, ...] | None = key("Columns of a row that are read.")
-    tokenize_train_data: bool = key("Columns hold text; false = token ids.")
-    bad_rows: str = key("What happens to a row that cannot be read.", choices=("stop", "skip"))
-    sft_train_on_completion_only: bool = key("sft: loss on the assistant's turns only.")
-    chat_template_path: str | None = key("sft: a Jinja file, instead of the tokenizer's own chat template.")
-    max_target_length: int = key("Tokens in a row.", minimum=1)
-    per_device_batch_size: float = key("Rows a device and step.", above=0, maximum=1_000_000)
-    packing: bool = key("Several short documents in one row.")
-    packing_type: str = key("How rows are packed.", choices=("first_fit", "best_fit", "concat_then_split"))
-    max_segments_per_seq: int | None = key("Documents in one row.", minimum=1)
-    padding_buckets: tuple[int, ...] | None = key("Lengths that unpacked rows are padded to.", minimum=1)
-    long_documents: str = key("What happens to a document longer than a row.", choices=("split", "truncate"))
-    add_bos: bool = key("Begin each document with the begin mark.")
-    add_eos: bool = key("End each document with the end mark.")
-    enable_data_shuffling: bool = key("A new order of rows each epoch.")
-    data_shuffle_seed: int = key("Seed of that order.", minimum=0, maximum=2**32 - 1)
-    num_epoch: int | None = key("Passes over the data.", minimum=1)
-    tokenizer_path: str | None = key("A tokenizer's file or folder.")
-    data_worker_count: int = key("Threads that make batches ahead of the step.", minimum=0, maximum=1024)
-    data_worker_buffer_size: int = key("Batches that each of them makes ahead.", minimum=1)
-
-
-@dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule and its schedule."""
 
@@ -267,8 +233,16 @@ class CheckpointConfig:
 
     enable_checkpointing: bool = key("Save and resume.")
     async_checkpointing: bool = key("Write in the background.")
-    checkpoint_period: int = key("Steps between saves.", minimum=1)
-    max_num_checkpoints_to_keep: int = key("Checkpoints kept; older ones are removed.", minimum=1)
+    checkpoint_directory: str | None = key("Folder or gs:// URL of the checkpoints, instead of the run's own folder.")
+    checkpoint_atomicity: str = key("How a step is made complete.", choices=("auto", "rename", "commit_file"))
+    checkpoint_period: int = key("Steps between saves; 0 = not by steps.", minimum=0)
+    checkpoint_period_minutes: float | None = key("Minutes between saves.", above=0)
+    max_num_checkpoints_to_keep: int = key("Newest checkpoints kept.", minimum=1)
+    checkpoint_keep_period: int | None = key("Multiples of this step are kept too.", minimum=1)
+    checkpoint_keep_minutes: float | None = key("One is kept too for each so many minutes.", above=0)
+    checkpoint_keep_best: int = key("So many of the best are kept too.", minimum=0)
+    checkpoint_best_metric: str = key("Tag by which checkpoints are the best.")
+    checkpoint_best_mode: str = key("Whether low or high is good.", choices=("min", "max"))
     save_checkpoint_on_completion: bool = key("Also save after the last step.")
     load_parameters_path: str | None = key("Run, or RUN/checkpoints/<n>, whose parameters are the start.")
     load_hf: str | None = key("Hugging Face folder or GGUF file that is the start.")
@@ -285,6 +259,9 @@ class MetricsConfig:
 
     log_period: int = key("Steps between log lines.", minimum=1)
     enable_tensorboard: bool = key("Write TensorBoard events.")
+    enable_goodput_recording: bool = key("Log what the run's time went to.")
+    watchdog_factor: float = key("Times the median step without one, after which a run ends; 0 = never.", minimum=0)
+    watchdog_min_seconds: float = key("Never before so many seconds.", above=0)
     peak_tflops_per_device: str = key("Peak of a device in TFLOP/s, or auto.")
     profiler: str | None = key("Profiler to run.", choices=("xplane",))
     skip_first_n_steps_for_profiler: int = key("Steps before the trace.", minimum=0)
@@ -318,6 +295,7 @@ class Config:
     """One run, resolved and frozen. `sources` says for each key where its value came from."""
 
     run: RunConfig
+    distributed: DistributedConfig
     model: ModelConfig
     compute: ComputeConfig
     parallel: ParallelConfig
@@ -333,6 +311,11 @@ class Config:
     def flat(self) -> dict[str, Any]:
         """Returns key -> value over all sections, in base.yml's order of sections."""
         return {k.name: getattr(getattr(self, k.section), k.name) for k in KEYS.values()}
+
+    @property
+    def fake_devices(self) -> int:
+        """Fake CPU devices of all processes; 0 where the machine's are used."""
+        return self.run.cpu_devices * (self.distributed.num_processes or 1)
 
     def was_given(self, name: str) -> bool:
         """Says whether a key was given to this very command, on its command line or in its environment."""

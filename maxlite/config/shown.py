@@ -9,8 +9,8 @@ from maxlite.config.schema import Config
 def shown_values(config: Config) -> dict[str, Any]:
     """Returns key -> value in JSON types; with fake devices the mesh is known, so a degree of -1 is filled in."""
     values = {name: _listed(value) for name, value in config.flat().items()}
-    if config.run.cpu_devices:
-        values.update(fake_degrees(config.parallel, config.run.cpu_devices))
+    if config.fake_devices:
+        values.update(fake_degrees(config.parallel, config.fake_devices))
     return values
 
 

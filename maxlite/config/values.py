@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from maxlite.config.schema import DatasetMixture, Key, LogicalAxisRules, MixtureSource
+from maxlite.config.data_schema import DatasetMixture, MixtureSource
+from maxlite.config.schema import Key, LogicalAxisRules
 from maxlite.config.yaml_file import refuse_unsafe
 
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")

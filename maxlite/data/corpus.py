@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.config.schema import DataConfig, MixtureSource
+from maxlite.config.data_schema import DataConfig, MixtureSource
 from maxlite.data.encoder import Encoder, build_encoder
 from maxlite.data.readers import source_files, source_rows
 from maxlite.data.rows import BadRow, Example, Row

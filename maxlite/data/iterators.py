@@ -9,7 +9,7 @@ from maxlite.data.batch import Batch
 from maxlite.data.row_order import PlannedRow, RowOrder
 
 Fill = Callable[[list[PlannedRow]], Batch]
-_Planned = tuple[Future[Batch] | None, dict[str, Any]]
+_Planned = tuple[Future[Batch] | None, dict[str, Any], int]
 
 
 class TrainIterator:
@@ -26,6 +26,7 @@ class TrainIterator:
         """
         self._rows, self._batch_size, self._fill = rows, batch_size, fill
         self._state = rows.state()
+        self._num_tokens = 0
         self._num_ahead = num_ahead if num_workers else 0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan") if num_workers else None
         self._fillers = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
@@ -42,13 +43,13 @@ class TrainIterator:
         """
         if self._planner is None:
             rows = self._rows.take(self._batch_size)
-            self._state = self._rows.state()
+            self._state, self._num_tokens = self._rows.state(), _num_tokens(rows)
             if not rows:
                 raise StopIteration
             return self._fill(rows)
         while len(self._ahead) <= self._num_ahead:
             self._ahead.append(self._planner.submit(self._plan))
-        batch, self._state = self._ahead.popleft().result()
+        batch, self._state, self._num_tokens = self._ahead.popleft().result()
         if batch is None:
             raise StopIteration
         return batch.result()
@@ -56,6 +57,10 @@ class TrainIterator:
     def state(self) -> dict[str, Any]:
         """Returns the position behind the last batch handed out, small and fit for JSON."""
         return self._state
+
+    def num_tokens(self) -> int:
+        """Returns the tokens, without padding, of the last batch handed out: of all its rows in all processes."""
+        return self._num_tokens
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to a position that `state` gave, so that the next batch is the one that followed it."""
@@ -69,7 +74,11 @@ class TrainIterator:
     def _plan(self) -> _Planned:
         assert self._fillers is not None
         rows = self._rows.take(self._batch_size)
-        return self._fillers.submit(self._fill, rows) if rows else None, self._rows.state()
+        return self._fillers.submit(self._fill, rows) if rows else None, self._rows.state(), _num_tokens(rows)
+
+
+def _num_tokens(rows: list[PlannedRow]) -> int:
+    return sum(int(row.segments.length.sum()) for row in rows)
 
 
 def one_pass(rows: RowOrder, batch_size: int, fill: Fill) -> Iterator[Batch]:

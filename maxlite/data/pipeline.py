@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
@@ -34,16 +33,6 @@ ORDER_KEYS = (
 )
 
 
-class Shard(NamedTuple):
-    """The part of each global batch that this process reads: rows from index * B / count on, B / count of them."""
-
-    index: int
-    count: int
-
-
-WHOLE = Shard(0, 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """The data of one run.
@@ -70,11 +59,12 @@ def build_dataset(
     *,
     vocab_size: int,
     batch_size: int,
-    shard: Shard = WHOLE,
+    own_rows: Sequence[int] | None = None,
     max_blocks: int | None = BLOCKS_AT_START,
 ) -> Dataset:
-    """Returns the data of a run in global batches of `batch_size` rows, of which `shard` reads its part.
+    """Returns the data of a run in global batches of `batch_size` rows.
 
+    own_rows: numbers of the rows that this process reads, ascending; its batches hold them alone. None = all.
     max_blocks: of a pass, whose rows the statistics count; None = all.
 
     Raises DataError for data that cannot be read, ConfigError for keys or a vocabulary that do not fit.
@@ -82,7 +72,7 @@ def build_dataset(
     tokenizer = build_tokenizer(data)
     if tokenizer is not None:
         check_vocabulary(tokenizer, vocab_size)
-    rows = _Rows(data, batch_size, shard)
+    rows = _Rows(data, batch_size, range(batch_size) if own_rows is None else own_rows)
     if data.dataset_type == "synthetic":
         return _random_dataset(data, tokenizer, vocab_size, rows)
     mixed = data.dataset_mixture or (None,)
@@ -123,9 +113,8 @@ def _random_dataset(data: DataConfig, tokenizer: Tokenizer | None, vocab_size: i
 class _Rows:
     """How this run makes rows and batches."""
 
-    def __init__(self, data: DataConfig, batch_size: int, shard: Shard) -> None:
-        assert batch_size % shard.count == 0
-        self._data, self._batch_size, self._shard = data, batch_size, shard
+    def __init__(self, data: DataConfig, batch_size: int, own_rows: Sequence[int]) -> None:
+        self._data, self._batch_size, self._own_rows = data, batch_size, own_rows
         self._seed = data.data_shuffle_seed if data.enable_data_shuffling else None
         self._buckets = row_lengths(data)
         self.packing = Packing(
@@ -175,9 +164,8 @@ class _Rows:
         """Every process has the same plan of the whole batch, so all of them know its length."""
         longest = max(int(row.segments.length.sum()) for row in rows)
         length = next(bucket for bucket in self._buckets if bucket >= longest)
-        share = self._batch_size // self._shard.count
-        own = rows[self._shard.index * share : (self._shard.index + 1) * share]
-        return fill_batch(own, stores, (share, length), with_sources=len(stores) > 1)
+        own = [rows[number] for number in self._own_rows if number < len(rows)]
+        return fill_batch(own, stores, (len(self._own_rows), length), with_sources=len(stores) > 1)
 
 
 def row_lengths(data: DataConfig) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from maxlite.decode.sampling import Sampler
 from maxlite.model.build import Model, Params
 from maxlite.nn.cache import Cache
+from maxlite.parallel.devices import host_value
 
 # The most tokens that one call of the step program draws: a call costs, and text comes in such pieces.
 MAX_TOKENS_A_CALL = 8
@@ -154,7 +155,7 @@ class Generator:
         rows = np.arange(first_row, first_row + self.shape.rows, dtype=np.int32)
         started = time.perf_counter()
         state = self._prefill(self.params, tokens, lengths, rows)
-        drawn, ended = np.array(state.tokens), np.array(state.ended)
+        drawn, ended = host_value(state.tokens), host_value(state.ended)
         self.speed.prefill_seconds += time.perf_counter() - started
         self.speed.prefill_tokens += int(lengths.sum())
         yield np.where(ended, NOTHING, drawn)[:, None]
@@ -163,7 +164,7 @@ class Generator:
             started = time.perf_counter()
             count = min(left, MAX_TOKENS_A_CALL)
             state, drawn = self._step(self.params, state, np.int32(count))
-            drawn, ended = np.array(drawn)[:, :count], np.array(state.ended)
+            drawn, ended = host_value(drawn)[:, :count], host_value(state.ended)
             self.speed.decode_seconds += time.perf_counter() - started
             self.speed.decode_tokens += int((drawn != NOTHING).sum())
             left -= count

@@ -15,6 +15,7 @@ from maxlite.decode.generate import padded_length
 from maxlite.decode.prompts import Prompt
 from maxlite.errors import ConfigError
 from maxlite.model.build import Model, Params
+from maxlite.parallel.devices import host_value
 
 
 def write_logits(path: str, model: Model, params: Params, prompts: Sequence[Prompt]) -> None:
@@ -36,7 +37,7 @@ def write_logits(path: str, model: Model, params: Params, prompts: Sequence[Prom
         for index, prompt in enumerate(prompts):
             tokens, segment_ids = np.zeros((2, 1, length), np.int32)
             tokens[0, : len(prompt.ids)], segment_ids[0, : len(prompt.ids)] = prompt.ids, 1
-            values = np.asarray(prompt_logits(params, tokens, segment_ids))[: len(prompt.ids)]
+            values = host_value(prompt_logits(params, tokens, segment_ids))[: len(prompt.ids)]
             with archive.open(f"logits_{index}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, values, allow_pickle=False)
 

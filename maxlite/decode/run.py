@@ -45,7 +45,7 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
     """
     prompts = config_prompts(config)
     path = parameters_path(config, source)
-    prepare_jax(config.run)
+    prepare_jax(config)
     with _memory_errors():
         mesh = build_mesh(config.parallel, run_devices(config.run))
         model = build_decode_model(config)

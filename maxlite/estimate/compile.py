@@ -44,7 +44,7 @@ def build_target(config: Config) -> Target:
     """
     section = config.compile
     if section.compile_topology is None:
-        prepare_jax(config.run)
+        prepare_jax(config)
         return Target(run_devices(config.run), None)
     topology = build_topology(section.compile_topology, section.compile_topology_num_slices)
     return Target(topology.devices, topology)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from maxlite.errors import ConversionError
+from maxlite.hf.boxes import Box
 from maxlite.hf.source import Source, StoredTensor, listing
 
 _SCALE = "_scale_inv"
@@ -82,16 +83,24 @@ class Fp8Source:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns rows start to stop of a tensor, scaled if it is quantized."""
-        rows = self._source.rows(name, start, stop)
         if name not in self._quantized:
-            return rows
+            return self._source.rows(name, start, stop)
+        return self.part(name, ((start, stop), (0, self.tensors[name].shape[1])))
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Returns a box of a tensor, scaled if it is quantized."""
+        stored = self._source.part(name, box)
+        if name not in self._quantized:
+            return stored
+        (start, stop), (left, right) = box
         height, width = self._block
-        values = np.take(_FP8_VALUES, rows.view(np.uint8), mode="clip")
-        first = start // height
-        scales = self._source.rows(name + _SCALE, first, -(-stop // height)).astype(_FLOAT)
+        values = np.take(_FP8_VALUES, stored.view(np.uint8), mode="clip")
+        first, before = start // height, left // width
+        blocks = ((first, -(-stop // height)), (before, -(-right // width)))
+        scales = self._source.part(name + _SCALE, blocks).astype(_FLOAT)
         for number, scale in enumerate(scales, first):
             begin, end = max(start, number * height) - start, min(stop, (number + 1) * height) - start
-            values[begin:end] *= np.repeat(scale, width)[: values.shape[1]]
+            values[begin:end] *= np.repeat(scale, width)[left - before * width : right - before * width]
         return values
 
 
@@ -134,8 +143,18 @@ class Mxfp4Source:
         """Returns experts start to stop of a tensor, unpacked if it is quantized: [experts, in, out]."""
         if name not in self._quantized:
             return self._source.rows(name, start, stop)
-        blocks = self._source.rows(name + _BLOCKS, start, stop)
-        scales = self._source.rows(name + _SCALES, start, stop)
+        _, inputs, outputs = self.tensors[name].shape
+        return self.part(name, ((start, stop), (0, inputs), (0, outputs)))
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Returns a box of a tensor, unpacked if it is quantized: [experts, in, out]."""
+        if name not in self._quantized:
+            return self._source.part(name, box)
+        some_experts, (first, last), some_outputs = box
+        before = first // 32
+        some_groups = (before, -(-last // 32))
+        blocks = self._source.part(name + _BLOCKS, (some_experts, some_outputs, some_groups, (0, 16)))
+        scales = self._source.part(name + _SCALES, (some_experts, some_outputs, some_groups))
         experts, outputs, groups, _ = blocks.shape
         values = np.empty((experts, outputs, groups, 32), _BFLOAT)
         for expert in range(experts):
@@ -144,4 +163,5 @@ class Mxfp4Source:
                 numbers = np.take(_FP4_PAIRS, blocks[part], mode="clip").view(_FLOAT)
                 numbers *= _POWERS[scales[part]][..., None]
                 values[part] = numbers
-        return values.reshape(experts, outputs, 32 * groups).swapaxes(1, 2)
+        unpacked = values.reshape(experts, outputs, 32 * groups)
+        return unpacked[..., first - 32 * before : last - 32 * before].swapaxes(1, 2)

@@ -13,7 +13,7 @@ import numpy as np
 from maxlite.data.gguf_header import GgufHeader, GgufTensor, read_header
 from maxlite.errors import ConversionError
 from maxlite.hf.gguf_config import ROPE_FACTORS, architecture_of, generation_config, model_config
-from maxlite.hf.source import Respelled, Source, StoredTensor
+from maxlite.hf.source import Respelled, Source, StoredTensor, WholeRows
 
 # The format's numbers for values that are stored as floats.
 _FLOATS = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
@@ -44,7 +44,7 @@ def open_gguf(path: Path) -> Source:
     return Respelled(RestoredSource(source, head_dim, architecture.norm_offset), architecture.spellings)
 
 
-class GgufSource:
+class GgufSource(WholeRows):
     """The tensors of a GGUF file as floats, under the names and in the layout of llama.cpp."""
 
     def __init__(self, header: GgufHeader):
@@ -87,7 +87,7 @@ class GgufSource:
         return _package("gguf.quants", name).dequantize(stored.reshape(*shape[:-1], -1), _kind_of(tensor.kind, name))
 
 
-class RestoredSource:
+class RestoredSource(WholeRows):
     """Undoes what llama.cpp does to weights when it writes them."""
 
     def __init__(self, source: Source, head_dim: int | None, norm_offset: float):

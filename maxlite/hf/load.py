@@ -1,21 +1,28 @@
 """Parameters of a model, wherever they are: a run, a checkpoint, or a Hugging Face folder."""
 
+import dataclasses
+import io
 import sys
 from pathlib import Path
 from typing import TextIO
 
 import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from maxlite.checkpoint.restore import restore_parameters
 from maxlite.checkpoint.tree import leaf_paths
 from maxlite.config.layers import layer_groups, layer_places
 from maxlite.config.schema import ModelConfig
+from maxlite.hf.boxes import Box
 from maxlite.hf.folder import ModelFolder, is_model_folder, read_folder
 from maxlite.hf.plan import Plan, Skipped, check_tensors, plan_tensors
 from maxlite.hf.reader import num_bytes, read_parameters
 from maxlite.hf.rules import Table
+from maxlite.hf.source import Source
 from maxlite.metrics.byte_progress import ByteProgress
 from maxlite.model.build import Model, Params
+from maxlite.processes.group import is_primary, num_processes, on_primary, process_index, together
 
 
 def load_parameters(path: str | Path, model: Model, shardings: Params, notes: TextIO = sys.stdout) -> Params:
@@ -34,26 +41,61 @@ def load_parameters(path: str | Path, model: Model, shardings: Params, notes: Te
         model.abstract_params,
         shardings,
     )
-    return restore_parameters(path, abstract)
+    notes = notes if is_primary() else io.StringIO()
+    return restore_parameters(path, abstract, lambda report: print(report.line(), file=notes))
 
 
 def load_folder(folder: ModelFolder, model: Model, shardings: Params, notes: TextIO = sys.stdout) -> Params:
     """Returns the parameters of a Hugging Face folder, as load_parameters.
 
+    Each process reads and holds only what its devices do, but for one tensor: where a folder has a copy of the
+    embedding that the model does not, process 0 reads both to compare them. All processes must call this.
+
     Raises:
         ConversionError: names every tensor that is missing, not known or misshapen, or the file that is damaged.
     """
-    plan, source = plan_of(folder.family.table, model), folder.open_tensors()
-    for line in (*differing_keys(folder, model.config), *describe_skipped(check_tensors(plan, source))):
+    notes = notes if is_primary() else io.StringIO()
+    plan, source = plan_of(folder.family.table, model), together(f"open {folder.path}", folder.open_tensors)
+    checked = on_primary(
+        f"check {folder.path}", lambda: [dataclasses.astuple(one) for one in check_tensors(plan, source)]
+    )
+    for line in (*differing_keys(folder, model.config), *describe_skipped([Skipped(*one) for one in checked])):
         print(line, file=notes)
-    placed, found = leaf_paths(shardings), {}
-    with ByteProgress(f"Read {folder.path}", num_bytes(plan, source), notes) as progress:
-        for name, array in read_parameters(plan, source, progress):
-            # The array is nobody else's: jax may keep it as it is.
-            found[name] = jax.device_put(array, placed[name], may_alias=True)
-            del array
-    structure = jax.tree.structure(model.abstract_params)
-    return jax.tree.unflatten(structure, [found[name] for name in leaf_paths(model.abstract_params)])
+    placed = leaf_paths(shardings)
+    values = together(f"read {folder.path}", lambda: _read(plan, source, placed, notes))
+    return jax.tree.unflatten(jax.tree.structure(model.abstract_params), values)
+
+
+def _read(plan: Plan, source: Source, placed: dict[str, Sharding], notes: TextIO) -> list[jax.Array]:
+    """Returns the parameters in the plan's order."""
+    own = {path: own_boxes(placed[path], leaf.shape) for path, leaf in plan.parameters.items()}
+    boxes = {path: set(parts.values()) for path, parts in own.items()}
+    found = {}
+    part = f", what process {process_index()} of {num_processes()} needs" if num_processes() > 1 else ""
+    with ByteProgress(f"Read {source.place}{part}", num_bytes(plan, source, boxes), notes) as progress:
+        for path, arrays in read_parameters(plan, source, boxes, progress):
+            found[path] = _place(arrays, own[path], plan.parameters[path].shape, placed[path])
+            del arrays
+    return [found[path] for path in plan.parameters]
+
+
+def own_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
+    """Returns which part of an array each of this process's devices holds."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {
+        device: tuple(along.indices(size)[:2] for along, size in zip(index or (), shape, strict=True))
+        for device, index in indices.items()
+    }
+
+
+def _place(
+    arrays: dict[Box, np.ndarray], own: dict[jax.Device, Box], shape: tuple[int, ...], sharding: Sharding
+) -> jax.Array:
+    """Returns an array of which this process has `arrays`."""
+    singles = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in own]
+    # The arrays are nobody else's: jax may keep them as they are.
+    parts = jax.device_put([arrays[box] for box in own.values()], singles, may_alias=True)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def plan_of(table: Table, model: Model) -> Plan:

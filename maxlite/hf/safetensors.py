@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from maxlite.errors import ConversionError
+from maxlite.hf.boxes import Box, whole
 from maxlite.hf.source import StoredTensor, listing
 
 SINGLE_FILE = "model.safetensors"
@@ -64,12 +66,20 @@ class SafetensorsSource:
         Raises:
             ConversionError: the file has become shorter.
         """
+        shape = self.tensors[name].shape
+        return self.part(name, ((start, stop), *whole(shape[1:])) if shape else ())
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Returns a box of the tensor; of the file only this is read.
+
+        Raises:
+            ConversionError: the file has become shorter.
+        """
         tensor = self.tensors[name]
-        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-        rows = np.empty(shape, tensor.dtype)
-        skipped = start * math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        _read_into(tensor.file, self._offsets[name] + skipped, rows)
-        return rows
+        values = np.empty(tuple(stop - start for start, stop in box), tensor.dtype)
+        offsets = [self._offsets[name] + first * tensor.dtype.itemsize for first in _run_starts(tensor.shape, box)]
+        _read_runs(tensor.file, offsets, values)
+        return values
 
 
 def read_header(file: Path) -> dict[str, tuple[StoredTensor, int]]:
@@ -181,16 +191,34 @@ def _check_index(place: Path, index: dict[str, str], tensors: dict[str, StoredTe
         )
 
 
-def _read_into(file: Path, offset: int, array: np.ndarray) -> None:
-    """Fills a C-contiguous array with the bytes of the file from `offset`."""
+def _run_starts(shape: tuple[int, ...], box: Box) -> list[int]:
+    """Returns where in a tensor, counted in elements, each of the runs begins that together are a box, all as long."""
+    partial = [dimension for dimension, bounds in enumerate(box) if bounds != (0, shape[dimension])]
+    inner = partial[-1] if partial else 0
+    starts = [0]
+    for dimension, (first, last) in enumerate(box[: inner + 1]):
+        stride = math.prod(shape[dimension + 1 :])
+        entries = range(first, last) if dimension < inner else (first,)
+        starts = [start + entry * stride for start in starts for entry in entries]
+    return starts
+
+
+def _read_runs(file: Path, offsets: list[int], array: np.ndarray) -> None:
+    """Fills a C-contiguous array with the bytes of the file from each offset, equally many from each."""
     buffer = array.reshape(-1).view(np.uint8).data
+    length = len(buffer) // max(1, len(offsets))
+    # Runs may be short, and a million: what is done for each counts.
+    read, position = os.preadv, 0
     try:
         with file.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            # One call reads at most 2 GiB.
-            while buffer and (count := opened.readinto(buffer)):
-                buffer = buffer[count:]
+            descriptor = opened.fileno()
+            for offset in offsets:
+                run = buffer[position : position + length]
+                position += length
+                # One call reads at most 2 GiB.
+                while (count := read(descriptor, (run,), offset)) < len(run):
+                    if not count:
+                        raise ConversionError(f"{file} has become shorter while it was read")
+                    run, offset = run[count:], offset + count
     except OSError as error:
         raise ConversionError(f"{file} cannot be read: {error.strerror}") from error
-    if buffer:
-        raise ConversionError(f"{file} has become shorter while it was read")

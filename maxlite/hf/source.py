@@ -1,5 +1,6 @@
 """What tensors are read from: names, shapes and rows, whatever the files behind them are."""
 
+import abc
 import dataclasses
 import math
 import re
@@ -10,8 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from maxlite.errors import ConversionError
+from maxlite.hf.boxes import Box, index_of, num_elements, whole
 
 _MOST_NAMED = 5
+# Elements of whole rows that are held at once to take a part of each.
+_MOST_ELEMENTS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,7 @@ class StoredTensor:
 
 
 class Source(Protocol):
-    """Named tensors, read a few rows at a time."""
+    """Named tensors, read a few rows, or a part of each of them, at a time."""
 
     @property
     def place(self) -> Path:
@@ -45,6 +49,33 @@ class Source(Protocol):
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns entries start to stop of the tensor's first dimension, in any memory order; all of a scalar."""
         ...
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Returns a box of the tensor, in any memory order."""
+        ...
+
+
+class WholeRows(abc.ABC):
+    """A source whose tensors cannot be read but in whole rows: `part` reads those and drops what is not asked for."""
+
+    tensors: dict[str, StoredTensor]
+
+    @abc.abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Returns entries start to stop of the tensor's first dimension, in any memory order; all of a scalar."""
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Returns a box of the tensor, in any memory order."""
+        tensor = self.tensors[name]
+        row = whole(tensor.shape[1:])
+        (first, last), *others = box or ((0, 1),)
+        if tuple(others) == row:
+            return self.rows(name, first, last)
+        values = np.empty(tuple(stop - start for start, stop in box), tensor.dtype)
+        for start, stop in row_ranges((last - first, num_elements(row)), _MOST_ELEMENTS):
+            rows = self.rows(name, first + start, first + stop)
+            values[start:stop] = rows[(slice(None), *index_of(tuple(others), row))]
+        return values
 
 
 class Respelled:
@@ -72,6 +103,10 @@ class Respelled:
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns entries start to stop of the tensor's first dimension."""
         return self._source.rows(self._old[name], start, stop)
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Returns a box of the tensor."""
+        return self._source.part(self._old[name], box)
 
 
 def row_ranges(shape: tuple[int, ...], elements: int) -> list[tuple[int, int]]:

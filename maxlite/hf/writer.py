@@ -5,13 +5,13 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from maxlite.errors import ConversionError
-from maxlite.hf.chunks import Chunk, Progress, build_pool, for_chunks, places_of
+from maxlite.hf.chunks import Chunk, Progress, build_pool, chunks_to_write, for_chunks, places_in
 from maxlite.hf.copies import copy_values
 from maxlite.hf.plan import Piece, Plan, natural_order
 from maxlite.hf.shards import Location, NewTensor, make_shards
@@ -111,12 +111,12 @@ def write_tensors(
             # A transform makes views, so the order in memory must be that of the dimensions.
             arrays = {path: np.ascontiguousarray(fetch(path)) for path in paths}
 
-            def write(chunk: Chunk, arrays: Mapping[str, np.ndarray] = arrays) -> int:
-                name = chunk[0].tensor
-                return _write_chunk(chunk, arrays, locations[name], dtypes[name])
+            def write(chunk: Chunk) -> int:
+                name = chunk.piece.tensor
+                return _write_chunk(chunk, locations[name], dtypes[name])
 
-            for_chunks(pool, pieces, write, progress)
-            del arrays, write
+            for_chunks(pool, (chunk for piece in pieces for chunk in chunks_to_write(piece, arrays)), write, progress)
+            del arrays
 
 
 def _dtype_of(piece: Piece, plan: Plan, dtype: np.dtype | None) -> np.dtype:
@@ -125,15 +125,13 @@ def _dtype_of(piece: Piece, plan: Plan, dtype: np.dtype | None) -> np.dtype:
     return np.dtype(dtype or plan.parameters[piece.slots[0].path].dtype)
 
 
-def _write_chunk(chunk: Chunk, arrays: Mapping[str, np.ndarray], location: Location, dtype: np.dtype) -> int:
-    piece, start, stop = chunk
-    rows = np.empty((stop - start, *piece.shape[1:]) if piece.shape else (), dtype)
-    for region, view in places_of(chunk, arrays):
+def _write_chunk(chunk: Chunk, location: Location, dtype: np.dtype) -> int:
+    rows = np.empty(tuple(stop - start for start, stop in chunk.box), dtype)
+    for region, view in places_in(chunk):
         copy_values(rows[(*region, ...)], view)
-    row_bytes = rows.nbytes // max(1, stop - start)
     buffer = rows.reshape(-1).view(np.uint8).data
     with location.file.open("r+b", buffering=0) as opened:
-        opened.seek(location.offset + start * row_bytes)
+        opened.seek(location.offset + chunk.before * dtype.itemsize)
         while buffer:
             buffer = buffer[opened.write(buffer) :]
     return rows.nbytes

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from maxlite.errors import MaxliteError
+from maxlite.errors import MaxliteError, PreemptedError
 
 app = typer.Typer(
     name="maxlite",
@@ -188,21 +188,133 @@ def tokenize_data(
     )
 
 
+ckpt_app = typer.Typer(
+    help="Look at the checkpoints of a run, check them, or remove some.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(ckpt_app, name="ckpt")
+
+
+StepArgument = Annotated[str, typer.Argument(metavar="RUN[/checkpoints/N]", help="A run, or one of its checkpoints.")]
+
+
+@ckpt_app.command("ls")
+def list_checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")], json_output: JsonOption = False
+) -> None:
+    """List the saves of a run: when, how large, complete or what is missing, and why each is kept."""
+    from maxlite.launcher.ckpt import print_list
+
+    print_list(run, json_output)
+
+
+@ckpt_app.command("show")
+def show_checkpoint(checkpoint: StepArgument, json_output: JsonOption = False) -> None:
+    """Print every array of a checkpoint with its shape, dtype and sharding, and the data position."""
+    from maxlite.launcher.ckpt import print_step
+
+    print_step(checkpoint, json_output)
+
+
+@ckpt_app.command("diff")
+def diff_checkpoints(first: StepArgument, second: StepArgument, json_output: JsonOption = False) -> None:
+    """Compare two checkpoints: arrays that one lacks, other shapes, dtypes and values."""
+    from maxlite.launcher.ckpt import print_diff
+
+    print_diff(first, second, json_output)
+
+
+@ckpt_app.command("verify")
+def verify_checkpoints(checkpoint: StepArgument, json_output: JsonOption = False) -> None:
+    """Read all of a checkpoint, or of each that a run has, and name every array that is not as it was saved."""
+    from maxlite.launcher.ckpt import verify
+
+    verify(checkpoint, json_output)
+
+
+@ckpt_app.command("prune", context_settings=KEYS_WITH_DASHES)
+def prune_checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that say what is kept.")
+    ] = None,
+    json_output: JsonOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove the checkpoints that the run's keep keys, or those given, do not keep."""
+    from maxlite.launcher.ckpt import prune
+
+    prune(run, overrides or [], dry_run=dry_run, json_output=json_output)
+
+
+@ckpt_app.command("plan", context_settings=KEYS_WITH_DASHES)
+def plan_checkpoint(
+    config: ConfigArgument,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]... [processes=K]", help="Any key of base.yml; how many processes."),
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Print which process will write which bytes of a checkpoint; the processes need not be there."""
+    from maxlite.launcher import ckpt_plan
+    from maxlite.launcher.resolve import resolve_config
+
+    ckpt_plan.print_plan(resolve_config(config, ckpt_plan.take_processes(overrides or [])), json_output)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def launch(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="local processes=N -- COMMAND ...", help="Any command of maxlite stands after --."),
+    ] = None,
+) -> None:
+    """Run a command in several processes on this machine; docs/multihost.md says how clusters start them."""
+    from maxlite.launcher.launch import launch_local, parse_launch
+
+    sys.exit(launch_local(*parse_launch(arguments or [])))
+
+
 def main() -> None:
-    """Runs the command line; a user's mistake becomes its message and documented exit code, without a traceback."""
+    """Runs the command line; a user's mistake becomes its message and documented exit code, without a traceback.
+
+    A process that is one of several ends the others too.
+    """
     # XLA's C++ notes go to standard error unless told otherwise before jax is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         app()
-    except MaxliteError as error:
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
+    except PreemptedError as error:
+        # All processes of a run come to this, each at the end of its work.
+        _print_error(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except MaxliteError as error:
+        _leave_others(error)
+        _print_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        _leave_others(error)
         sys.exit(130)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         # The reader (head, less) has left; nothing more to say, and Python must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_others(error)
+    except Exception as error:
+        _leave_others(error)
+        raise
+
+
+def _print_error(error: MaxliteError) -> None:
+    sys.stdout.flush()
+    print(f"error: {error}", file=sys.stderr)
+
+
+def _leave_others(error: BaseException) -> None:
+    """Returns in a run of one process only."""
+    from maxlite.processes.bell import is_hung, leave_for
+
+    if is_hung():
+        leave_for(error)
 
 
 if __name__ == "__main__":

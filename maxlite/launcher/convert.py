@@ -65,7 +65,7 @@ def _import(folder: ModelFolder, destination: str | None, overrides: list[str], 
         return {**folder_keys(path, expects_text=False), "weight_dtype": dtype}
 
     config = load_config("base.yml", [f"load_hf={folder.path}", *_with_weight_dtype(overrides)], folder_reader=keys)
-    prepare_jax(config.run)
+    prepare_jax(config)
     if flags["explain"]:
         print_plan(import_plan(folder, config))
     if destination is None:
@@ -91,7 +91,7 @@ def _export(
             "(no config.yml)."
         )
     config = load_config(str(run), _with_weight_dtype(overrides))
-    prepare_jax(config.run)
+    prepare_jax(config)
     if flags["explain"]:
         print_plan(export_plan(config, source))
     if destination is None:

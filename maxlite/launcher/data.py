@@ -85,10 +85,10 @@ def global_batch_size(config: Config) -> int:
     Raises:
         ConfigError: not a whole number of rows.
     """
-    exact = config.data.per_device_batch_size * max(config.run.cpu_devices, 1)
+    exact = config.data.per_device_batch_size * max(config.fake_devices, 1)
     if exact != int(exact):
         raise ConfigError(
-            f"per_device_batch_size={config.data.per_device_batch_size:g} on {max(config.run.cpu_devices, 1)} devices "
+            f"per_device_batch_size={config.data.per_device_batch_size:g} on {max(config.fake_devices, 1)} devices "
             f"is {exact:g} rows; set cpu_devices to the number of devices that train, or per_device_batch_size so that "
             "it is a whole number."
         )

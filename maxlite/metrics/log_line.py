@@ -26,6 +26,8 @@ def step_line(step: int, tags: Mapping[str, float], hbm_limit_gib: float | None 
     parts.append(f"data_wait_ms: {tags['perf/data_wait_ms']:.1f}")
     if "perf/hbm_peak_gib" in tags and hbm_limit_gib is not None:
         parts.append(f"HBM: {tags['perf/hbm_peak_gib']:.2f}/{hbm_limit_gib:.2f} GiB")
+    if "goodput/fraction" in tags:
+        parts.append(f"goodput: {tags['goodput/fraction']:.1%}")
     return ", ".join(parts)
 
 

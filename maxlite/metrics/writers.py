@@ -3,8 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +15,7 @@ from tensorboardX.summary import text as text_summary
 
 from maxlite.config.schema import MetricsConfig
 from maxlite.errors import CheckpointError
+from maxlite.metrics.json_lines import JsonLines, writing
 
 _FLUSH_SECONDS = 10.0
 
@@ -33,7 +33,10 @@ class MetricsWriter:
         Raises:
             CheckpointError: a file can't be written, or the JSONL file there isn't one.
         """
-        self._rows = _JsonLines(run_directory / "metrics" / "metrics.jsonl", start_step)
+        rows = run_directory / "metrics" / "metrics.jsonl"
+        with writing(rows):
+            _keep_rows_before(rows, start_step)
+        self._rows = JsonLines(rows)
         self._events = None
         if metrics.enable_tensorboard:
             try:
@@ -44,7 +47,7 @@ class MetricsWriter:
 
     def write(self, step: int, tags: Mapping[str, float]) -> None:
         """Appends one row: the scalars of a step, or of the evaluation after it."""
-        self._rows.write(step, tags)
+        self._rows.write({"step": step, **tags})
         if self._events is not None:
             self._events.write_scalars(step, tags)
 
@@ -69,27 +72,6 @@ class MetricsWriter:
     ) -> None:
         """Closes, also when the run fails: the last rows are those that say why."""
         self.close()
-
-
-class _JsonLines:
-    """One JSON object a line, each line brought to the file at once. NaN and infinity are written by these names."""
-
-    def __init__(self, path: Path, start_step: int) -> None:
-        self._path = path
-        with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_rows_before(path, start_step)
-            self._file = open(path, "ab", buffering=0)
-
-    def write(self, step: int, tags: Mapping[str, float]) -> None:
-        line = memoryview((json.dumps({"step": step, **tags}) + "\n").encode())
-        with _writing(self._path):
-            while line:
-                line = line[self._file.write(line) :]
-
-    def close(self) -> None:
-        with _writing(self._path):
-            self._file.close()
 
 
 def _keep_rows_before(path: Path, start_step: int) -> None:
@@ -125,7 +107,7 @@ class _EventFile:
     def __init__(self, directory: Path, start_step: int) -> None:
         # TensorBoard reads the files of a folder in the order of their names, and never goes back to an older one.
         self._path = directory / f"events.out.tfevents.{time.time_ns():020d}"
-        with _writing(self._path):
+        with writing(self._path):
             directory.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter(str(self._path.absolute()))
         self._is_open = True
@@ -143,7 +125,7 @@ class _EventFile:
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            with _writing(self._path):
+            with writing(self._path):
                 self._flush_then_close()
 
     def _flush_then_close(self) -> None:
@@ -154,7 +136,7 @@ class _EventFile:
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
-        with _writing(self._path):
+        with writing(self._path):
             self._records.write(event.SerializeToString())
             if time.monotonic() >= self._flush_at:
                 self._records.flush()
@@ -164,14 +146,3 @@ class _EventFile:
 def _as_markdown_code(text: str) -> str:
     """Indents by four spaces: TensorBoard shows text as markdown, which would run the lines together."""
     return "\n".join("    " + line for line in text.splitlines())
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} can't be written: {error.strerror or error}. Make room or make it writable, or choose another "
-            "base_output_directory; the same command then goes on from the last checkpoint."
-        ) from error

@@ -5,9 +5,13 @@ import os
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from maxlite.config.schema import RunConfig
+from maxlite.config.schema import Config, RunConfig
 from maxlite.errors import ConfigError
+from maxlite.processes.group import num_processes
+from maxlite.processes.join import join, show_place
 
 # jax's name of the host's memory that devices copy from and to.
 HOST_MEMORY = "pinned_host"
@@ -18,11 +22,17 @@ def slice_of(device: jax.Device) -> int:
     return getattr(device, "slice_index", None) or 0
 
 
-def prepare_jax(run: RunConfig) -> None:
-    """Turns on the compile cache and asks for `cpu_devices` fake devices; to be called before jax makes an array.
+def prepare_jax(config: Config) -> None:
+    """Joins the other processes of the run, turns on the compile cache and asks for `cpu_devices` fake devices.
 
-    In a process whose devices exist already (a test, a notebook), `run_devices` takes the first ones instead.
+    To be called before jax makes an array. In a process whose devices exist already (a test, a notebook),
+    `run_devices` takes the first ones instead.
+
+    Raises:
+        ConfigError, DistributedError: as `join` and `show_place`.
     """
+    run = config.run
+    join(config)
     if run.jax_cache_dir is not None:
         _require_writable(Path(run.jax_cache_dir).expanduser())
         jax.config.update("jax_compilation_cache_dir", str(Path(run.jax_cache_dir).expanduser()))
@@ -34,23 +44,33 @@ def prepare_jax(run: RunConfig) -> None:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", run.cpu_devices)
             jax.config.update("jax_platforms", "cpu")
+    show_place()
 
 
 def run_devices(run: RunConfig) -> list[jax.Device]:
-    """Returns the devices of the run.
+    """Returns the devices of the run, of all its processes, one process after the other.
 
     Raises:
         ConfigError: this process has fewer than `cpu_devices`.
     """
     if not run.cpu_devices:
         return jax.devices()
-    devices = jax.devices("cpu")
-    if len(devices) < run.cpu_devices:
+    here = jax.local_devices(backend="cpu")
+    if len(here) < run.cpu_devices:
         raise ConfigError(
-            f"cpu_devices={run.cpu_devices}, but this process already runs with {len(devices)} CPU devices; "
+            f"cpu_devices={run.cpu_devices}, but this process already runs with {len(here)} CPU devices; "
             "start a new one, without xla_force_host_platform_device_count in XLA_FLAGS."
         )
-    return devices[: run.cpu_devices]
+    devices = jax.devices("cpu")
+    groups = [[d for d in devices if d.process_index == process] for process in range(num_processes())]
+    return [device for group in groups for device in group[: run.cpu_devices]]
+
+
+def host_value(array: jax.Array) -> np.ndarray:
+    """Returns the whole of `array`, also where other processes hold parts of it; then all call this together."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _require_writable(folder: Path) -> None:
@@ -68,11 +88,12 @@ def device_memory_bytes(devices: list[jax.Device]) -> int | None:
 
     Fake CPU devices share what the host has available.
     """
-    stats = devices[0].memory_stats()
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    stats = here[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     memory_info = Path("/proc/meminfo")
-    if devices[0].platform != "cpu" or not memory_info.is_file():
+    if here[0].platform != "cpu" or not memory_info.is_file():
         return None
     fields = dict(line.split(":", 1) for line in memory_info.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024 // len(devices)
+    return int(fields["MemAvailable"].split()[0]) * 1024 // len(here)

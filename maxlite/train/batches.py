@@ -1,6 +1,7 @@
 """Global batches: how many rows, of which lengths, and how they lie on the mesh."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,17 +30,35 @@ class BatchLayout:
     source_names: tuple[str, ...]
     sharding: NamedSharding
 
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """Numbers, ascending, of the rows of which this process's devices hold a part."""
+        held = self.sharding.addressable_devices_indices_map((self.rows, self.lengths[-1])).values()
+        return np.unique(np.concatenate([np.arange(self.rows)[index[0]] for index in held if index is not None]))
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens in a row, one for each program that a step is compiled to; the last is max_target_length."""
         return tuple(self.orders)
 
     def place(self, batch: Batch) -> Batch:
-        """Puts a batch of numpy arrays [rows, T] on the mesh."""
+        """Puts a batch of numpy arrays on the mesh: [own rows, T] in each process, [rows, T] in all."""
         order = self.orders[batch.inputs.shape[1]]
-        return jax.device_put(
-            batch if order is None else jax.tree.map(lambda part: part[:, order], batch), self.sharding
-        )
+        first = {int(number): place for place, number in enumerate(self.own_rows)}
+
+        def on_mesh(part: np.ndarray) -> jax.Array:
+            ordered, shape = part if order is None else part[:, order], (self.rows, part.shape[1])
+
+            def held(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None, "a device of this process holds a part"
+                start, stop, _ = index[0].indices(self.rows)
+                # A device's rows follow one another, so those between them are this process's too.
+                place = first[start]
+                return ordered[place : place + stop - start, index[1]]
+
+            return jax.make_array_from_callback(shape, self.sharding, held)
+
+        return jax.tree.map(on_mesh, batch)
 
     def abstract(self) -> Batch:
         """Returns the shapes, dtypes and shardings of the longest batch."""

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.layers import layer_groups
 from maxlite.config.schema import Config, LogicalAxisRules
 from maxlite.data.batch import Batch
+from maxlite.data.pipeline import Dataset, build_dataset
 from maxlite.errors import ConfigError
 from maxlite.model.build import Model, build_model
 from maxlite.ops.attention_choice import KernelChoice
@@ -47,7 +48,7 @@ class EvalSetup:
         return self.batches.rows
 
     def place(self, batch: Batch) -> Batch:
-        """Puts a batch of numpy arrays [rows, T] on the mesh."""
+        """Puts a batch of numpy arrays [own rows, T] on the mesh."""
         return self.batches.place(batch)
 
 
@@ -77,8 +78,22 @@ def build_eval_setup(config: Config, devices: Sequence[jax.Device] | None = None
         model=model,
         batches=batches,
         loss=loss,
-        eval_step=jax.jit(build_eval_step(loss, config.train.gradient_accumulation_steps)),
+        # Every process reads the sums.
+        eval_step=jax.jit(
+            build_eval_step(loss, config.train.gradient_accumulation_steps),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        ),
     )
+
+
+def open_data(config: Config, setup: EvalSetup) -> Dataset:
+    """Returns the data of a run, of which each process reads the rows that its devices hold a part of.
+
+    Raises:
+        DataError, ConfigError: as build_dataset.
+    """
+    vocab_size, rows = config.model.vocab_size, setup.batches.own_rows.tolist()
+    return build_dataset(config.data, vocab_size=vocab_size, batch_size=setup.rows, own_rows=rows)
 
 
 def _check_stages(config: Config, mesh: Mesh) -> None:

@@ -4,13 +4,13 @@ import dataclasses
 from typing import TextIO
 
 from maxlite.config.schema import Config
-from maxlite.data.pipeline import Dataset, build_dataset
+from maxlite.data.pipeline import Dataset
 from maxlite.errors import DataError
 from maxlite.hf.load import load_parameters
 from maxlite.metrics.recompile import RecompileWatch
 from maxlite.parallel.devices import prepare_jax
 from maxlite.parallel.sharding import use_mesh
-from maxlite.train.eval_setup import EvalSetup, build_eval_setup
+from maxlite.train.eval_setup import EvalSetup, build_eval_setup, open_data
 from maxlite.train.evaluate import evaluate
 from maxlite.train.memory_errors import memory_advice
 
@@ -27,11 +27,11 @@ def run_evaluation(config: Config, parameters: str, notes: TextIO) -> dict[str, 
         ConfigError, CheckpointError, ConversionError, OutOfMemoryError: as in training.
     """
     config = _with_held_out_alone(config)
-    prepare_jax(config.run)
+    prepare_jax(config)
     with memory_advice(config):
         setup = build_eval_setup(config)
         with use_mesh(setup.mesh, setup.rules, config.compute.matmul_precision, setup.execution):
-            dataset = build_dataset(config.data, vocab_size=config.model.vocab_size, batch_size=setup.rows)
+            dataset = open_data(config, setup)
             return _evaluate(config, setup, dataset, parameters, notes)
 
 

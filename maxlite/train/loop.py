@@ -6,7 +6,7 @@ format a line. Evaluating, saving and stopping report first.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -17,14 +17,13 @@ from maxlite.data.pipeline import Dataset
 from maxlite.metrics.log_line import compile_line
 from maxlite.metrics.rates import TRAIN_SOURCE, source_tags
 from maxlite.metrics.recompile import RecompileWatch
+from maxlite.train.decisions import Decisions, is_due
 from maxlite.train.evaluate import evaluate
 from maxlite.train.report import Reporter
+from maxlite.train.saving import Saving
 from maxlite.train.setup import Setup
 from maxlite.train.state import TrainState
 from maxlite.train.step import SOURCE_LOSSES, SOURCE_TARGETS
-from maxlite.train.stop_signal import StopSignal
-
-Save = Callable[[int, TrainState], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +47,13 @@ class Loop:
     def __init__(self, config: Config, setup: Setup, dataset: Dataset, reporter: Reporter):
         """Runs nothing yet."""
         self.config, self.setup, self.dataset, self.reporter = config, setup, dataset, reporter
+        self.goodput = reporter.goodput
         self.train_watch, self.eval_watch = RecompileWatch("train_step"), RecompileWatch("eval_step")
         self.dispatched: _Dispatched | None = None
         self.evaluated_at: int | None = None
 
-    def run(self, state: TrainState, start: int, save: Save | None, stop: StopSignal) -> tuple[TrainState, int]:
-        """Trains from step `start` until the last one, the end of the data, or a signal noted by `stop`.
+    def run(self, state: TrainState, start: int, saving: Saving | None, decisions: Decisions) -> tuple[TrainState, int]:
+        """Trains from step `start` until the last one, the end of the data, or the step at which it was asked to stop.
 
         Returns: the state and the steps done.
 
@@ -63,9 +63,11 @@ class Loop:
         done = start
         with self.reporter, self.train_watch, self.eval_watch:
             self.reporter.restart_clock()
-            while done < self.config.train.steps and stop.received is None:
+            self.goodput.begin(start)
+            while done < self.config.train.steps and not decisions.stop_due(done):
                 began = time.perf_counter()
-                batch = next(self.dataset.train, None)
+                with self.goodput.measure("data_wait"):
+                    batch = next(self.dataset.train, None)
                 if batch is None:
                     passes = self.config.data.num_epoch
                     after = "all sources" if passes is None else f"{passes} passes"
@@ -76,37 +78,43 @@ class Loop:
                 done += 1
                 # Before the save: the row of a step is written with the checkpoint after it, evaluation and all.
                 last = done == self.config.train.steps and self.config.train.eval_interval > 0
-                if last or _is_due(self.config.train.eval_interval, done):
+                if last or is_due(self.config.train.eval_interval, done):
                     self._evaluate(state, done)
-                if save is not None and _is_due(self.config.checkpoint.checkpoint_period, done):
-                    self._save(save, state, done)
+                if saving is not None:
+                    saving.check()
+                    if decisions.save_due(done):
+                        self._save(saving, state, done)
             self._report()
             if done > start:
-                if stop.received is None and self.config.train.eval_interval and self.evaluated_at != done:
+                stopped = decisions.stop_due(done)
+                if not stopped and self.config.train.eval_interval and self.evaluated_at != done:
                     self._evaluate(state, done)
-                wanted = stop.received is not None or self.config.checkpoint.save_checkpoint_on_completion
-                if save is not None and wanted:
-                    self._save(save, state, done)
+                if saving is not None and (stopped or self.config.checkpoint.save_checkpoint_on_completion):
+                    self._save(saving, state, done)
         return state, done
 
-    def _save(self, save: Save, state: TrainState, done: int) -> None:
+    def _save(self, saving: Saving, state: TrainState, done: int) -> None:
         # First the rows of the steps that the checkpoint holds: a run resumed from it will not write them again.
         self._report()
         self.reporter.flush()
-        save(done, state)
+        with self.goodput.measure("save"), self.reporter.watchdog.patience():
+            saving.save(done, state, self.reporter.last_tags)
         self.reporter.restart_clock()
 
     def _step(self, state: TrainState, step: int, batch: Batch, waited: float) -> TrainState:
-        length, tokens = batch.inputs.shape[1], int(np.count_nonzero(batch.segment_ids))
+        length, tokens = batch.inputs.shape[1], self.dataset.train.num_tokens()
         batch = self.setup.place(batch)
         arguments = {"state": state, "batch": batch}
         self.reporter.profiler.before_step(step)
         state, metrics = self.setup.train_step(state, batch)
+        self.goodput.dispatched(metrics["loss"].block_until_ready)
         traced = self.reporter.profiler.after_step(metrics)
         compilation = self.train_watch.check(arguments, length)
         if compilation is not None and self.dispatched is not None:
             # The step before was still in flight while this one compiled, and its time holds that.
             self.dispatched = dataclasses.replace(self.dispatched, compile_seconds=compilation.seconds)
+        if compilation is not None:
+            self.goodput.add("compile", compilation.seconds)
         in_flight = self.dispatched is not None
         self._report()
         if traced is not None:
@@ -136,16 +144,19 @@ class Loop:
     def _evaluate(self, state: TrainState, done: int) -> None:
         self._report()
         if self.dataset.eval_batches is not None:
-            batches, steps = self.dataset.eval_batches(), self.config.train.eval_steps
-            tags = evaluate(self.setup, state.params, batches, steps)
-            compilation = self.eval_watch.check({"params": state.params})
-            if compilation is not None:
-                tags["eval/step_time_seconds"] -= compilation.seconds
-                self.reporter.line(compilation.warning or compile_line("eval_step", compilation.seconds))
+            batches, steps = self._watched(self.dataset.eval_batches()), self.config.train.eval_steps
+            with self.goodput.measure("evaluation"), self.reporter.watchdog.patience():
+                tags = evaluate(self.setup, state.params, batches, steps)
+                compilation = self.eval_watch.check({"params": state.params})
+                if compilation is not None:
+                    self.goodput.add("compile", compilation.seconds)
+                    tags["eval/step_time_seconds"] -= compilation.seconds
+                    self.reporter.line(compilation.warning or compile_line("eval_step", compilation.seconds))
             self.reporter.evaluation(done - 1, tags)
         self.evaluated_at = done
         self.reporter.restart_clock()
 
-
-def _is_due(period: int, done: int) -> bool:
-    return period > 0 and done % period == 0
+    def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.reporter.watchdog.alive()
+            yield batch

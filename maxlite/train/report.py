@@ -3,22 +3,32 @@
 import math
 import time
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from maxlite.config.layers import layer_groups
 from maxlite.config.schema import Config
 from maxlite.errors import NonFiniteLossError
 from maxlite.metrics.flops import train_step_flops
+from maxlite.metrics.goodput import Goodput
 from maxlite.metrics.log_line import eval_line, step_line
 from maxlite.metrics.profiler import StepProfiler
 from maxlite.metrics.progress import Progress
 from maxlite.metrics.rates import StepTiming, device_memory_gib, step_tags
+from maxlite.metrics.watchdog import Watchdog
 from maxlite.metrics.writers import MetricsWriter
 from maxlite.model.pipeline import build_pipeline_schedule
 from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts
 from maxlite.train.kernels import kernel_lines
 from maxlite.train.setup import GIB, Setup, describe_mesh
 from maxlite.train.state import device_bytes
+
+
+class Recorders(NamedTuple):
+    """What is kept of a run as it goes. writer: None in a process that is not the primary."""
+
+    writer: MetricsWriter | None
+    goodput: Goodput
+    watchdog: Watchdog
 
 
 class Reporter:
@@ -28,11 +38,13 @@ class Reporter:
     `flush`, the next step and the end of the `with` block write it.
     """
 
-    def __init__(self, config: Config, setup: Setup, run: Path, progress: Progress, writer: MetricsWriter):
+    def __init__(self, config: Config, setup: Setup, run: Path, progress: Progress, recorders: Recorders):
         """Says nothing yet."""
-        self._config, self._setup, self._progress, self._writer = config, setup, progress, writer
+        self._config, self._setup, self._progress = config, setup, progress
+        self._writer, self.goodput, self.watchdog = recorders
         self._clock = time.perf_counter()
         self._row: tuple[int, dict[str, float]] | None = None
+        self.last_tags: dict[str, float] = {}
         self.profiler = StepProfiler(run, config.metrics)
 
     def __enter__(self) -> Self:
@@ -47,7 +59,8 @@ class Reporter:
     def flush(self) -> None:
         """Writes the row that waits."""
         if self._row is not None:
-            self._writer.write(*self._row)
+            if self._writer is not None:
+                self._writer.write(*self._row)
             self._row = None
 
     def line(self, text: str) -> None:
@@ -66,19 +79,25 @@ class Reporter:
         Raises:
             NonFiniteLossError: its loss, gradients or parameters are NaN or infinite, and the config says to stop then.
         """
+        first_step = self.goodput.step(step)
         now, before = time.perf_counter(), self._clock
         self._clock = now
-        memory = device_memory_gib(self._setup.devices[0])
+        memory = device_memory_gib(self._setup.mesh.local_devices[0])
         timing = StepTiming(now - before, data_wait_seconds, compile_seconds, memory[0] if memory else None)
         work = self._setup.works[length]
         tags = step_tags(scalars, timing, work)
+        if self._config.metrics.enable_goodput_recording:
+            tags |= self.goodput.tags()
+        self.watchdog.beat(tags["perf/step_time_seconds"])
         self.flush()
-        self._row = (step, tags)
+        self._row, self.last_tags = (step, tags), tags
         rate = tags.get("perf/per_device_tokens_per_sec")
         tokens_per_second = None if rate is None else rate * work.num_devices
         self._progress.update(step, tags["learning/loss"], tokens_per_second, tags.get("perf/mfu"))
         if step % self._config.metrics.log_period == 0 or step + 1 == self._config.train.steps:
             self.line(step_line(step, tags, memory[1] if memory else None))
+        if first_step is not None:
+            self.line(first_step)
         self._require_finite(step, tags)
 
     def evaluation(self, step: int, tags: dict[str, float]) -> None:
@@ -86,6 +105,7 @@ class Reporter:
         if self._row is None:
             # The step's row is on disk: the data ended after a step that saved, and only the next read showed it.
             self._row = (step, {})
+            self.last_tags = self._row[1]
         assert self._row[0] == step, "an evaluation follows the step that it is of"
         self._row[1].update(tags)
         self.line(eval_line(step, tags))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import Config
 from maxlite.data.batch import Batch
@@ -75,7 +75,10 @@ def build_setup(config: Config, devices: Sequence[jax.Device] | None = None) -> 
         works=_step_works(config, base, measure_peak=present),
         optimizer=optimizer,
         train_step=jax.jit(
-            step, donate_argnums=0, out_shardings=(shardings.rest, None), compiler_options=options or None
+            step,
+            donate_argnums=0,
+            out_shardings=(shardings.rest, NamedSharding(base.mesh, PartitionSpec())),
+            compiler_options=options or None,
         ),
     )
 
@@ -98,7 +101,7 @@ def _check_keys(config: Config, mesh: Mesh) -> None:
 def _step_works(config: Config, base: EvalSetup, *, measure_peak: bool) -> dict[int, StepWork]:
     # Measures a matmul on one CPU device, so the mesh must not be in context yet.
     given, dtype = config.metrics.peak_tflops_per_device, base.model.compute.dtype
-    peak = peak_tflops(given, base.devices[0], dtype) if measure_peak else None
+    peak = peak_tflops(given, base.mesh.local_devices[0], dtype) if measure_peak else None
     return {
         length: StepWork(
             step_flops=train_step_flops(config.model, base.rows, length).total,

@@ -1,3 +1,4 @@
+import dataclasses
 import types
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxlite.config.schema import CheckpointConfig
+from maxlite.config.load import load_config
 
 
 def mesh_of(**sizes):
@@ -54,15 +55,11 @@ def assert_same(found, expected):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def build_config(keep=3, asynchronous=True):
-    return CheckpointConfig(
-        enable_checkpointing=True,
-        async_checkpointing=asynchronous,
-        checkpoint_period=1,
-        max_num_checkpoints_to_keep=keep,
-        save_checkpoint_on_completion=True,
-        load_parameters_path=None,
-        load_hf=None,
+def build_config(keep=3, asynchronous=True, **others):
+    """The section as base.yml has it, but for what a test gives."""
+    section = load_config("base.yml", [], {}).checkpoint
+    return dataclasses.replace(
+        section, async_checkpointing=asynchronous, checkpoint_period=1, max_num_checkpoints_to_keep=keep, **others
     )
 
 

@@ -1,6 +1,8 @@
 import gc
+import os
 import resource
 import shutil
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -10,7 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from maxlite.checkpoint.checksums import leaf_checksum
 from maxlite.checkpoint.manager import Checkpointer
+from maxlite.checkpoint.record import read_record
+from maxlite.checkpoint.tree import leaf_paths
 from maxlite.errors import CheckpointError
 
 DATA_STATE = {"epoch": 2, "next": 123456789012345, "buffers": [[1, 2], []], "share": 0.1, "name": "é"}
@@ -104,6 +109,84 @@ def test_keeps_the_newest(run, states):
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["3", "4"]
 
 
+def test_keeps_what_the_keys_ask_for(run, states):
+    state = states.build(states.mesh(fsdp=8))
+    config = states.config(keep=1, checkpoint_keep_period=4, checkpoint_keep_best=1)
+    checkpointer = Checkpointer(run, config)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
+        checkpointer.save(step, state, {}, {"eval/avg_loss": loss})
+    checkpointer.close()
+    assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["2", "4", "5"]
+
+
+def test_a_step_says_what_it_is(run, states):
+    began = time.time()
+    state = states.build(states.mesh(fsdp=4, tensor=2))
+    checkpointer = Checkpointer(run, states.config())
+    checkpointer.save(3, state, DATA_STATE, {"eval/avg_loss": 0.5})
+    checkpointer.close()
+    record = read_record(run / "checkpoints" / "3")
+    assert began <= record.time <= time.time()
+    assert (record.metrics, record.atomicity, record.num_processes) == ({"eval/avg_loss": 0.5}, "rename", 1)
+    assert record.mesh == {"fsdp": 4, "tensor": 2} and record.versions["jax"] == jax.__version__
+    expected = {path: (leaf.shape, str(leaf.dtype)) for path, leaf in leaf_paths(state).items()}
+    assert record.shapes() == expected
+    for path, leaf in leaf_paths(state).items():
+        assert record.leaves[path].checksum == leaf_checksum(np.asarray(leaf)), path
+
+
+def test_commit_files_make_a_step_complete(run, states):
+    mesh = states.mesh(fsdp=8)
+    state = states.build(mesh)
+    config = states.config(checkpoint_atomicity="commit_file")
+    checkpointer = Checkpointer(run, config)
+    for step in (2, 4):
+        checkpointer.save(step, state, {"step": step})
+    checkpointer.close()
+    assert read_record(run / "checkpoints" / "4").atomicity == "commit_file"
+    states.assert_same(Checkpointer(run, config).restore(4, states.abstract(state, mesh))[0], state)
+
+    # What a kill just before the mark leaves; no rename is needed to begin again.
+    (run / "checkpoints" / "4" / "commit_success.txt").unlink()
+    checkpointer = Checkpointer(run, config)
+    assert checkpointer.latest_step() == 2 and checkpointer.skipped_steps == ["4 (never finished)"]
+    checkpointer.save(4, state, {"step": "again"})
+    checkpointer.close()
+    assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["2", "4"]
+    assert checkpointer.restore(4, states.abstract(state, mesh))[1] == {"step": "again"}
+
+
+def test_no_name_changes_where_commit_files_are_asked_for(run, states, monkeypatch):
+    def refuse(*arguments, **others):
+        raise AssertionError("a folder was renamed")
+
+    state = states.build(states.mesh(fsdp=8))
+    for name in ("rename", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda old, new, original=original: refuse() if os.path.isdir(old) else original(old, new)
+        )
+    checkpointer = Checkpointer(run, states.config(checkpoint_atomicity="commit_file"))
+    checkpointer.save(1, state, {})
+    checkpointer.close()
+    checkpointer = Checkpointer(run, states.config(checkpoint_atomicity="rename"))
+    checkpointer.save(2, state, {})
+    with pytest.raises(CheckpointError, match="a folder was renamed"):
+        checkpointer.close()
+    assert checkpointer.latest_step() == 1
+
+
+def test_a_restore_reports(saved, run, states):
+    wanted, reports = states.abstract(saved, states.mesh(fsdp=8)), []
+    embedding = wanted["params"]["embedding"]
+    wanted["params"]["embedding"] = jax.ShapeDtypeStruct(embedding.shape, jnp.bfloat16, sharding=embedding.sharding)
+    Checkpointer(run, states.config()).restore(6, wanted, reports.append)
+    (report,) = reports
+    assert report.restored == tuple(leaf_paths(saved)) and report.not_used == ()
+    assert report.cast == {"params/embedding": ("float32", "bfloat16")}
+    assert report.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(saved)) and report.seconds > 0
+
+
 @pytest.mark.parametrize(
     "pattern", ["files.json", "commit_success.txt", "items/_METADATA", "items/d/*", "iter/metadata"]
 )
@@ -151,11 +234,12 @@ def _garble(path: Path):
 
 
 @pytest.mark.parametrize("damage", [_truncate, _garble])
-@pytest.mark.parametrize("part", ["largest", "items/_METADATA", "items/manifest.ocdbt", "iter/metadata", "files.json"])
+@pytest.mark.parametrize(
+    "part", ["items/d/*", "items/_METADATA", "items/manifest.ocdbt", "iter/metadata", "files.json"]
+)
 def test_a_damaged_file_is_named(saved, run, states, part, damage):
     folder = run / "checkpoints" / "6"
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    target = max(files, key=lambda path: path.stat().st_size) if part == "largest" else folder / part
+    (target,) = folder.glob(part)
     damage(target)
     checkpointer = Checkpointer(run, states.config())
     step = checkpointer.latest_step()
@@ -227,6 +311,19 @@ def test_a_failed_background_save_is_an_error(saved, run, states, small_files_on
     gc.collect()
     assert Checkpointer(run, states.config()).restore(6, states.abstract(saved, states.mesh(fsdp=8)))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_failed_background_save_is_known_without_waiting(saved, run, states, small_files_only):
+    checkpointer = Checkpointer(run, states.config())
+    assert checkpointer.failed() is None
+    checkpointer.save(8, saved, {})
+    deadline = time.monotonic() + 30
+    while (failure := checkpointer.failed()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert isinstance(failure, CheckpointError) and "saving step 8" in str(failure)
+    assert checkpointer.failed() is None, "an error is raised once"
+    checkpointer.close()
+    assert checkpointer.latest_step() == 6
 
 
 def test_a_folder_that_is_a_file_is_an_error(run, states):

@@ -105,6 +105,15 @@ BROKEN = {
         (["dcn_fsdp_parallelism=-1"], ["dcn_data_parallelism", "dcn_fsdp_parallelism"]),
         (["ici_tensor_parallelism=0"], ["ici_tensor_parallelism=0"]),
     ],
+    "check_processes": [
+        (["num_processes=2"], ["num_processes=2", "process_id", "coordinator_address"]),
+        (["process_id=1", "coordinator_address=h:1"], ["process_id=1", "num_processes"]),
+        (
+            ["num_processes=2", "process_id=2", "coordinator_address=h:1"],
+            ["process_id=2 is not below num_processes=2"],
+        ),
+        (["num_processes=2", "process_id=1", "coordinator_address=h"], ["coordinator_address=h", "host:port"]),
+    ],
     "check_axis_rules": [
         (
             ["logical_axis_rules=[[embed, [fspd]]]"],
@@ -172,6 +181,21 @@ BROKEN = {
         ),
     ],
     "check_run_name": [(["run_name=a/b"], ["run_name='a/b'"]), (["run_name=.."], ["run_name='..'"])],
+    "check_places": [
+        (
+            ["base_output_directory=gs://bucket/runs"],
+            ["base_output_directory=gs://bucket/runs", "checkpoint_directory"],
+        ),
+        (["checkpoint_directory=s3://bucket/runs"], ["checkpoint_directory=s3://bucket/runs", "gs://"]),
+        (
+            ["checkpoint_directory=gs://bucket/runs", "checkpoint_atomicity=rename"],
+            ["checkpoint_atomicity=rename", "commit_file"],
+        ),
+    ],
+    "check_best": [
+        (["checkpoint_best_metric=loss"], ["checkpoint_best_metric=loss", "eval/avg_loss"]),
+        (["checkpoint_keep_best=2", "eval_interval=0"], ["checkpoint_keep_best=2", "eval/avg_loss", "eval_interval=0"]),
+    ],
     "check_peak": [
         (["peak_tflops_per_device=fast"], ["peak_tflops_per_device=fast", "auto"]),
         (["peak_tflops_per_device=0"], ["peak_tflops_per_device=0"]),

@@ -15,10 +15,10 @@ import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxlite.config.schema import DataConfig, MixtureSource
+from maxlite.config.data_schema import DataConfig, MixtureSource
 from maxlite.data.batch import Batch
 from maxlite.data.iterators import TrainIterator
-from maxlite.data.pipeline import Dataset, Shard, build_dataset
+from maxlite.data.pipeline import Dataset, build_dataset
 from maxlite.data.tokenize import tokenize
 
 WriteFiles = Callable[..., str]
@@ -297,9 +297,9 @@ def test_a_position_means_the_same_on_any_number_of_processes(
     }[kind]
 
     def iterators(count: int) -> list[TrainIterator]:
-        return [
-            build_dataset(data, vocab_size=258, batch_size=8, shard=Shard(index, count)).train for index in range(count)
-        ]
+        share = 8 // count
+        parts = [range(index * share, (index + 1) * share) for index in range(count)]
+        return [build_dataset(data, vocab_size=258, batch_size=8, own_rows=part).train for part in parts]
 
     def joined(parts: Sequence[TrainIterator], count: int) -> list[Batch]:
         steps = [[next(part) for part in parts] for _ in range(count)]
@@ -362,11 +362,12 @@ def test_one_file_of_any_kind_serves_two_processes(
         tokenize(raw, 258, tmp_path / "tokens", num_workers=0)
         data = dataclasses.replace(data, dataset_path=(str(tmp_path / "tokens"),))
     whole = list(open_dataset(data).train)
+    # As on a mesh whose first axis lies within a process: each has every other row.
     halves = [
-        list(build_dataset(data, vocab_size=258, batch_size=4, shard=Shard(index, 2)).train) for index in range(2)
+        list(build_dataset(data, vocab_size=258, batch_size=4, own_rows=range(index, 4, 2)).train) for index in range(2)
     ]
     for number, (first, second) in enumerate(zip(*halves, strict=True)):
-        joined = [np.concatenate(fields) for fields in zip(first[:5], second[:5], strict=True)]
+        joined = [np.stack(fields, axis=1).reshape(4, -1) for fields in zip(first[:5], second[:5], strict=True)]
         assert_equal_batches([Batch(*joined)], [whole[number]])
     assert len(halves[0]) == len(whole)
     assert Counter(sum(markers(whole), [])) == {65 + index: 2 for index in range(20)}

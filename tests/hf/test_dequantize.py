@@ -44,7 +44,11 @@ def test_fp8_blocks(tmp_path, rows, columns):
     wanted = tensors["a.weight"].astype(np.float32) * tensors["a.weight_scale_inv"][at]
     for start, stop in ((0, rows), (1, 3), (rows - 2, rows), (rows // 3, rows)):
         np.testing.assert_array_equal(source.rows("a.weight", start, stop), wanted[start:stop])
+    for left, right in ((0, columns), (1, 5), (columns - 3, columns), (columns // 2, columns)):
+        part = source.part("a.weight", ((rows // 3, rows), (left, right)))
+        np.testing.assert_array_equal(part, wanted[rows // 3 :, left:right])
     np.testing.assert_array_equal(source.rows("norm.weight", 0, 3), tensors["norm.weight"])
+    np.testing.assert_array_equal(source.part("norm.weight", ((1, 3),)), tensors["norm.weight"][1:])
 
 
 def test_mxfp4(tmp_path):
@@ -65,7 +69,11 @@ def test_mxfp4(tmp_path):
         assert rows.dtype == source.tensors[name].dtype == ml_dtypes.bfloat16
         # Four bits and a power of two: bfloat16 holds every value exactly.
         np.testing.assert_array_equal(rows.astype(np.float64), wanted[start:stop])
+    for first, last in ((0, 64), (5, 31), (30, 40), (32, 64)):
+        part = source.part(name, ((1, 3), (first, last), (7, 70)))
+        np.testing.assert_array_equal(part.astype(np.float64), wanted[1:, first:last, 7:])
     assert source.rows(f"{name}_bias", 0, 3).shape == (3, 70)
+    assert source.part(f"{name}_bias", ((0, 2), (3, 70))).shape == (2, 67)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ def test_every_row_however_it_is_stored(kind, dtype, steps, write_case):
         assert source.tensors[tensor].nbytes < values.nbytes or values.ndim == 1
         for start, stop in ((0, 1), (5, 31), (23, 24), (len(values) - 3, len(values))):
             np.testing.assert_array_equal(source.rows(tensor, start, stop), whole[start:stop])
+            box = ((start, stop), *((size // 3, size) for size in whole.shape[1:]))
+            inside = tuple(slice(first, last) for first, last in box)
+            np.testing.assert_array_equal(source.part(tensor, box), whole[inside])
 
 
 def test_end_ids_and_marks(write_case):

@@ -16,6 +16,7 @@ import json, resource, sys
 from pathlib import Path
 import jax, numpy as np
 from maxlite.config.layers import LayerPlace
+from maxlite.hf.boxes import whole
 from maxlite.hf.plan import check_tensors, plan_tensors
 from maxlite.hf.reader import num_bytes, read_parameters
 from maxlite.hf.rules import Rule, Table
@@ -50,9 +51,10 @@ if not folder.exists():
 else:
     source = SafetensorsSource(folder)
     check_tensors(plan, source)
-    size = num_bytes(plan, source)
-    parameters = dict(read_parameters(plan, source, lambda count: None))
-    assert all((value[..., -1] == 0.5).all() for value in parameters.values())
+    boxes = {path: [whole(leaf.shape)] for path, leaf in plan.parameters.items()}
+    size = num_bytes(plan, source, boxes)
+    parameters = dict(read_parameters(plan, source, boxes, lambda count: None))
+    assert all((value[..., -1] == 0.5).all() for arrays in parameters.values() for value in arrays.values())
 print(json.dumps({"size": size, "base": base, "peak": peak(), "largest": 2 * L * D * F}))
 """
 

@@ -12,6 +12,7 @@ def test_other_names(tmp_path):
     source = Respelled(SafetensorsSource(tmp_path), ((r"^language_model\.", ""), (r"^model\.", "")))
     assert source.tensors.keys() == {"norm", "lm_head"}
     np.testing.assert_array_equal(source.rows("norm", 1, 3), [1, 2])
+    np.testing.assert_array_equal(source.part("norm", ((2, 3),)), [2])
 
 
 def test_two_tensors_under_one_name(tmp_path):

@@ -1,6 +1,9 @@
+import itertools
+
 import numpy as np
 import pytest
 
+from maxlite.hf.boxes import index_of, whole
 from maxlite.hf.transforms import Transform, by_head, depthwise, flat, grouped, interleaved, joined, kernel, same
 
 
@@ -45,16 +48,44 @@ CASES = {
 
 @pytest.mark.parametrize("transform, ours, theirs", CASES.values(), ids=CASES)
 def test_both_ways(transform: Transform, ours, theirs):
-    assert transform.file_shape(tuple(array.shape for array in ours)) == theirs.shape
+    shapes = tuple(array.shape for array in ours)
+    assert transform.file_shape(shapes) == theirs.shape
     written = np.full_like(theirs, -1)
-    for region, view in transform.regions(ours):
-        written[(*region, ...)] = view
+    for number, array in enumerate(ours):
+        read = np.full_like(array, -1)
+        for region, part in transform.regions(shapes, number, whole(array.shape)):
+            inside = index_of(part, whole(array.shape))
+            written[(*region, ...)] = transform.view(array[(*inside, ...)])
+            transform.view(read[(*inside, ...)])[...] = theirs[(*region, ...)]
+        np.testing.assert_array_equal(read, array)
     np.testing.assert_array_equal(written, theirs)
-    read = tuple(np.full_like(array, -1) for array in ours)
-    for region, view in transform.regions(read):
-        view[...] = theirs[(*region, ...)]
-    for array, expected in zip(read, ours, strict=True):
-        np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("transform, ours, theirs", CASES.values(), ids=CASES)
+def test_every_box(transform: Transform, ours, theirs):
+    shapes = tuple(array.shape for array in ours)
+    for number, array in enumerate(ours):
+        ranges = [list(itertools.combinations(range(size + 1), 2)) for size in array.shape]
+        for box in itertools.product(*ranges):
+            wanted = array[(*index_of(box, whole(array.shape)), ...)]
+            # An array of its own, as it is held for a device: the strides are not those of the whole.
+            read = np.full_like(wanted, -1, order="C")
+            used = np.zeros_like(theirs)
+            for region, part in transform.regions(shapes, number, box):
+                transform.view(read[(*index_of(part, box), ...)])[...] = theirs[(*region, ...)]
+                used[(*region, ...)] += 1
+            np.testing.assert_array_equal(read, wanted)
+            assert used.max() == 1 and used.sum() == wanted.size
+
+
+def test_a_box_is_cut_no_more_than_the_file_asks_for():
+    shapes = ((8, 6, 4),)
+    assert list(kernel().regions(shapes, 0, ((2, 4), (1, 3), (0, 4)))) == [
+        ((slice(4, 12, 1), slice(2, 4, 1)), ((2, 4), (1, 3), (0, 4)))
+    ]
+    assert len(list(kernel().regions(shapes, 0, ((2, 4), (1, 3), (0, 2))))) == 2
+    assert len(list(same().regions(shapes, 0, ((2, 4), (1, 3), (0, 2))))) == 1
+    assert list(same().regions(shapes, 0, ((2, 2), (0, 6), (0, 4)))) == []
 
 
 def test_arrays_that_do_not_fit_together():

@@ -16,10 +16,9 @@ import maxlite.hf.chunks
 import maxlite.hf.writer
 from maxlite.errors import ConversionError
 from maxlite.hf.plan import check_tensors
-from maxlite.hf.reader import read_parameters
 from maxlite.hf.safetensors import SafetensorsSource
 from maxlite.hf.writer import new_folder, new_tensors, write_tensors
-from tests.hf.tiny_tree import by_hand, random_params, tiny_plan
+from tests.hf.tiny_tree import by_hand, random_params, read_whole, tiny_plan
 
 
 def write(plan, params, folder: Path, dtype=None, max_shard_bytes: int = 10**9) -> list[int]:
@@ -76,7 +75,7 @@ def test_there_and_back_is_bitwise(tmp_path, dtype):
     write(plan, params, tmp_path, max_shard_bytes=500)
     source = SafetensorsSource(tmp_path)
     assert check_tensors(plan, source) == []
-    read = dict(read_parameters(plan, source, lambda count: None))
+    read = dict(read_whole(plan, source, lambda count: None))
     assert all(read[path].tobytes() == params[path].tobytes() for path in params)
 
 

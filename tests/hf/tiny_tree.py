@@ -1,11 +1,17 @@
 """A family with every kind of rule, and a model of it small enough to check by hand."""
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 
 from maxlite.config.layers import LayerPlace
+from maxlite.hf.boxes import whole
+from maxlite.hf.chunks import Progress
 from maxlite.hf.plan import Plan, plan_tensors
+from maxlite.hf.reader import read_parameters
 from maxlite.hf.rules import Ignored, Rule, Table
+from maxlite.hf.source import Source
 from maxlite.hf.transforms import by_head, flat, grouped, interleaved, joined, kernel, same
 
 V, D, N, K, H, F, E = 10, 6, 4, 2, 3, 5, 3
@@ -85,6 +91,16 @@ def tiny_plan(dtype=np.float32, tied: bool = False) -> Plan:
 def random_params(plan: Plan, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {path: rng.normal(size=leaf.shape).astype(leaf.dtype) for path, leaf in plan.parameters.items()}
+
+
+def whole_boxes(plan: Plan) -> dict[str, list]:
+    return {path: [whole(leaf.shape)] for path, leaf in plan.parameters.items()}
+
+
+def read_whole(plan: Plan, source: Source, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
+    """Path and value of every parameter."""
+    for path, arrays in read_parameters(plan, source, whole_boxes(plan), progress):
+        yield path, arrays.pop(whole(plan.parameters[path].shape))
 
 
 def by_hand(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
