@@ -22,7 +22,9 @@ from jax.typing import ArrayLike
 from maxlite.processes.group import exchange
 
 _MODULUS = 1 << 32
-_BLOCK_WORDS = 1 << 20
+_BLOCK_WORDS = 1 << 16
+# Of a sum on a device: few programs' steps, and little memory beside the array.
+_BLOCK_ELEMENTS = 1 << 20
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
 
 
@@ -33,10 +35,17 @@ class PendingSums:
     nothing comes in the way of a training step.
     """
 
-    def __init__(self, arrays: Mapping[str, jax.Array]):
-        """Starts the sums and returns at once; the arrays may be donated to another program after this."""
+    def __init__(self, arrays: Mapping[str, jax.Array], *, lean: bool = False):
+        """Starts the sums and returns at once; the arrays may be donated to another program after this.
+
+        lean: ends each before the next, since on a CPU an array of 16 bits is copied for it.
+        """
         self._words = {path: array.size * _words_each(array.dtype) for path, array in arrays.items()}
-        self._started = {path: _start(array) for path, array in arrays.items()}
+        self._started: dict[str, jax.Array | None] = {}
+        for path, array in arrays.items():
+            self._started[path] = _start(array)
+            if lean:
+                jax.block_until_ready(self._started[path])
 
     def own(self) -> list[int]:
         """Returns this process's part of each sum, in the order of the arrays; waits for the devices."""
@@ -126,13 +135,28 @@ def _sum_parts(parts: jax.Array, bases: ArrayLike, *, mesh: Mesh, strides: tuple
     spec = PartitionSpec("part")
 
     def one(part: jax.Array, base: ArrayLike) -> jax.Array:
-        words = _words(part)
-        places = jnp.broadcast_to(base, words.shape)
-        # A scalar has a dimension here and none of its own; a word of a larger element has one more.
-        for dimension, stride in enumerate((*strides, 1)[: words.ndim]):
-            step = np.uint32(stride % _MODULUS)
-            places = places + lax.broadcasted_iota(jnp.uint32, words.shape, dimension) * step
-        return jnp.sum(words.astype(jnp.uint32) * _weights(places), dtype=jnp.uint32)[None]
+        # Bits first: XLA's CPU programs slice a bfloat16 by way of float32, which changes a signalling NaN.
+        bits = _words(part)
+        # Block by block: they hold all products of a sum at once.
+        axis = int(np.argmax(part.shape))
+        num_blocks = min(part.shape[axis], -(-part.size // _BLOCK_ELEMENTS))
+        rows = -(-part.shape[axis] // num_blocks)
+
+        def add(block: jax.Array, total: jax.Array) -> jax.Array:
+            begin = (block * rows).astype(jnp.uint32)
+            # The last block begins earlier, and leaves out what the one before it had.
+            start = jnp.minimum(begin, np.uint32(part.shape[axis] - rows))
+            words = lax.dynamic_slice_in_dim(bits, start, rows, axis)
+            numbers = [lax.broadcasted_iota(jnp.uint32, words.shape, dimension) for dimension in range(words.ndim)]
+            numbers[axis] = numbers[axis] + start
+            places = jnp.broadcast_to(base, words.shape)
+            # A scalar has a dimension here and none of its own; a word of a larger element has one more.
+            for number, stride in zip(numbers, (*strides, 1), strict=False):
+                places = places + number * np.uint32(stride % _MODULUS)
+            products = words.astype(jnp.uint32) * _weights(places)
+            return total + jnp.sum(jnp.where(numbers[axis] >= begin, products, 0), dtype=jnp.uint32)
+
+        return lax.fori_loop(0, -(-part.shape[axis] // rows), add, jnp.uint32(0))[None]
 
     return jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)(parts, bases)
 

@@ -41,12 +41,12 @@ class Step:
 class _Save:
     """A step on its way to disk: what its record will say. stages_passed: of _STAGES."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, *, lean: bool):
         """Starts the checksums."""
         self.number, self.metrics, self.time = step.number, dict(step.metrics), time.time()
         self.leaves = {path: (array.shape, str(array.dtype)) for path, array in step.arrays.items()}
         self.mesh = _mesh_of(step.arrays)
-        self.pending = PendingSums(step.arrays)
+        self.pending = PendingSums(step.arrays, lean=lean)
         self.sums: dict[str, int] = {}
         self.stages_passed = 0
 
@@ -115,7 +115,7 @@ class StepWriter:
             Exception: orbax's, if it could not begin.
         """
         assert self._thread is None, "the save before this one was not waited for"
-        self._save = _Save(step)
+        self._save = _Save(step, lean=self._lean)
         arguments = ocp.args.Composite(
             **{
                 ITEMS: save_arguments(nested(step.arrays), lean=self._lean),

@@ -33,8 +33,9 @@ BENCH_SMALL = (
     "vocab_size=32000 emb_dim=512 num_decoder_layers=8 num_query_heads=8 num_kv_heads=4 head_dim=64 mlp_dim=1536 "
     "logits_via_embedding=false max_target_length=512 per_device_batch_size=4 dataset_type=synthetic dtype=float32 "
     "enable_tensorboard=false eval_interval=0 log_period=1 learning_rate=3e-5 remat_policy=minimal_with_context "
-    "steps=17 checkpoint_period=6 save_checkpoint_on_completion=false"
+    "steps=17 save_checkpoint_on_completion=false"
 ).split()
+PERIOD = 6
 STEP = re.compile(r"completed step: (\d+), seconds: ([\d.]+)")
 
 
@@ -79,18 +80,20 @@ def save_and_restore(state: dict, config: CheckpointConfig, folder: pathlib.Path
 
 
 def steps_during_saves(folder: pathlib.Path, overrides: list[str]) -> dict[str, float]:
-    """Runs bench-small; a step counts as during a save if the newest checkpoint was not whole when it ended."""
+    """Runs bench-small; a step is during a save if it comes after one was begun, or ended before one was whole."""
     given = {text.partition("=")[0] for text in overrides}
     fixed = [text for text in BENCH_SMALL if text.partition("=")[0] not in given]
     places = [f"base_output_directory={folder}", "run_name=run", f"jax_cache_dir={folder}/cache"]
+    places.append(f"checkpoint_period={PERIOD}")
     command = ["maxlite", "train", "base.yml", *fixed, *places, *overrides]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     during, others = [], []
     for line in process.stdout:
         match = STEP.match(line)
-        if match and int(match.group(1)) > 1:
-            (during if is_saving(folder / "run" / "checkpoints") else others).append(float(match.group(2)))
+        if match and (step := int(match.group(1))) > 1:
+            saving = step % PERIOD == 0 or is_saving(folder / "run" / "checkpoints")
+            (during if saving else others).append(float(match.group(2)))
     if process.wait() or not during or not others:
         sys.exit(f"maxlite exited with {process.returncode} after {len(during)} steps with a save and {len(others)}")
     median = statistics.median(others)

@@ -130,7 +130,7 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_counts(checkpoints, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(step_folder.shutil, "rmtree", killed)
+        patch.setattr(step_folder, "remove_folder", killed)
         remove_step(checkpoints / "9")
     assert complete_steps(checkpoints) == [2, 10]
     clear_incomplete(checkpoints)

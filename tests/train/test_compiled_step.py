@@ -30,7 +30,7 @@ from maxlite.train.state import init_state
 
 mode, path, *overrides = sys.argv[1:]
 config = load_config("base.yml", overrides, {})
-prepare_jax(config.run)
+prepare_jax(config)
 setup = build_setup(config)
 options = compiler_options(config.compile, "cpu")
 compiled_here = []
