@@ -11,9 +11,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxlite.checkpoint.checksums import leaf_checksum
+from maxlite.checkpoint.names import ITEMS
 from maxlite.checkpoint.quiet import quiet_orbax
 from maxlite.checkpoint.record import Leaf
-from maxlite.checkpoint.step_folder import ITEMS, damaged
+from maxlite.checkpoint.step_folder import damaged
 from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.errors import CheckpointError
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxlite.checkpoint.keep import StepInfo, kept_steps
+from maxlite.checkpoint.names import FILES
 from maxlite.checkpoint.place import file_sizes
 from maxlite.checkpoint.record import StepRecord, read_record
-from maxlite.checkpoint.step_folder import FILES, missing_file, step_numbers, temporary_folders
+from maxlite.checkpoint.step_folder import missing_file, step_numbers, temporary_folders
 from maxlite.config.schema import CheckpointConfig
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 from maxlite.checkpoint.atomicity import atomicity_of
 from maxlite.checkpoint.keep import StepInfo, kept_steps
+from maxlite.checkpoint.names import CHECKPOINTS, ELSEWHERE
 from maxlite.checkpoint.place import is_bucket, place_of
 from maxlite.checkpoint.quiet import quiet_orbax
 from maxlite.checkpoint.record import read_record
 from maxlite.checkpoint.report import RestoreReport
 from maxlite.checkpoint.restore import restore_step
 from maxlite.checkpoint.step_folder import (
-    CHECKPOINTS,
-    ELSEWHERE,
     clear_incomplete,
     complete_steps,
     find_checkpoints,

@@ -10,9 +10,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import options as orbax_options
 
 from maxlite.checkpoint.checksums import device_checksums, device_sharding
+from maxlite.checkpoint.names import ITEMS
 from maxlite.checkpoint.quiet import quiet_orbax
 from maxlite.checkpoint.record import StepRecord
-from maxlite.checkpoint.step_folder import ITEMS, damaged
+from maxlite.checkpoint.step_folder import damaged
 from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.processes.group import num_processes, process_index, together
 

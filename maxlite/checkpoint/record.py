@@ -11,10 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from maxlite.checkpoint.names import FILES
 from maxlite.checkpoint.place import is_bucket
 from maxlite.checkpoint.tree import ArrayShape
 
-FILES = "files.json"
 _FORMAT = 2
 
 

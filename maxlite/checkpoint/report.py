@@ -4,6 +4,8 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
+_LEAST_GB = 1e8
+
 
 @dataclasses.dataclass(frozen=True)
 class RestoreReport:
@@ -24,8 +26,10 @@ class RestoreReport:
 
     def line(self) -> str:
         """Returns e.g. `Restored 35 arrays, 0.50 GB in 0.31 s (1.6 GB/s); not read: opt_state (71 arrays)`."""
-        size, rate = self.num_bytes / 1e9, self.num_bytes / 1e9 / max(self.seconds, 1e-9)
-        parts = [f"Restored {_arrays(len(self.restored))}, {size:.2f} GB in {self.seconds:.2f} s ({rate:.1f} GB/s)"]
+        rate = self.num_bytes / 1e9 / max(self.seconds, 1e-9)
+        large = self.num_bytes >= _LEAST_GB
+        size = f"{self.num_bytes / 1e9:.2f} GB" if large else f"{self.num_bytes / 1e6:.2f} MB"
+        parts = [f"Restored {_arrays(len(self.restored))}, {size} in {self.seconds:.2f} s ({rate:.2f} GB/s)"]
         for (saved, now), count in collections.Counter(self.cast.values()).items():
             parts.append(f"cast {_arrays(count)} from {saved} to {now}")
         if self.not_used:

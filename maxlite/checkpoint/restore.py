@@ -7,18 +7,12 @@ from typing import Any
 
 import jax
 
+from maxlite.checkpoint.names import CHECKPOINTS
 from maxlite.checkpoint.place import place_of
 from maxlite.checkpoint.read_arrays import read_arrays
 from maxlite.checkpoint.record import StepRecord, record_from_json
 from maxlite.checkpoint.report import RestoreReport
-from maxlite.checkpoint.step_folder import (
-    CHECKPOINTS,
-    complete_steps,
-    find_checkpoints,
-    read_data_state,
-    step_numbers,
-    verify_files,
-)
+from maxlite.checkpoint.step_folder import complete_steps, find_checkpoints, read_data_state, step_numbers, verify_files
 from maxlite.checkpoint.tree import ArrayShape, check_shapes, leaf_paths
 from maxlite.errors import CheckpointError
 from maxlite.processes.group import on_primary

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from maxlite.checkpoint.step_folder import CHECKPOINTS
+from maxlite.checkpoint.names import CHECKPOINTS
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import CheckpointError, ConfigError
 from maxlite.processes.group import on_primary

@@ -11,16 +11,10 @@ import zlib
 from pathlib import Path
 
 from maxlite.checkpoint.atomicity import COMMIT_FILE
+from maxlite.checkpoint.names import CHECKPOINTS, DATA_STATE, ELSEWHERE, FILES, ITEMS
 from maxlite.checkpoint.place import file_sizes, is_bucket, place_of, remove_folder
-from maxlite.checkpoint.record import FILES, StepRecord, read_record
+from maxlite.checkpoint.record import StepRecord, read_record
 from maxlite.errors import CheckpointError
-
-CHECKPOINTS = "checkpoints"
-ITEMS = "items"
-DATA_STATE = "iter"
-
-# In the run's folder, where its checkpoints lie elsewhere: the path or URL of their folder.
-ELSEWHERE = "checkpoints.txt"
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _COMMIT_MARK = "commit_success.txt"

@@ -16,8 +16,9 @@ from orbax.checkpoint import options as orbax_options
 from maxlite.checkpoint.arrays import array_handler, save_arguments
 from maxlite.checkpoint.atomicity import COMMIT_FILE
 from maxlite.checkpoint.checksums import PendingSums
+from maxlite.checkpoint.names import DATA_STATE, ITEMS
 from maxlite.checkpoint.record import Leaf, StepRecord, write_record
-from maxlite.checkpoint.step_folder import DATA_STATE, ITEMS, complete_steps, list_files, temporary_folder
+from maxlite.checkpoint.step_folder import complete_steps, list_files, temporary_folder
 from maxlite.checkpoint.tree import nested
 from maxlite.errors import CheckpointError, MaxliteError
 from maxlite.processes.group import exchange, num_processes, together

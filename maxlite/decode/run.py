@@ -52,7 +52,7 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
         notes = sys.stderr if json_output else sys.stdout
         rules = rules_for_rows(config, mesh, 1)
         shardings = model.shardings(mesh, rules)
-        params = model.take_apart(load_parameters(path, model, shardings, notes))
+        params = model.take_apart(load_parameters(path, model, shardings, sys.stderr))
         if config.decode.logits_path is not None:
             with use_mesh(mesh, rules, config.compute.matmul_precision):
                 write_logits(config.decode.logits_path, model, params, prompts)

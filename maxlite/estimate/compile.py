@@ -13,6 +13,7 @@ from maxlite.metrics.out_of_memory import is_out_of_memory
 from maxlite.parallel.devices import prepare_jax, run_devices
 from maxlite.parallel.sharding import use_mesh
 from maxlite.parallel.topology import Topology, build_topology, without_compile_cache
+from maxlite.processes.group import require_one_process
 from maxlite.train.setup import Setup, build_setup
 
 
@@ -45,6 +46,7 @@ def build_target(config: Config) -> Target:
     section = config.compile
     if section.compile_topology is None:
         prepare_jax(config)
+        require_one_process("estimate")
         return Target(run_devices(config.run), None)
     topology = build_topology(section.compile_topology, section.compile_topology_num_slices)
     return Target(topology.devices, topology)

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from maxlite.checkpoint.step_folder import CHECKPOINTS
+from maxlite.checkpoint.names import CHECKPOINTS
 from maxlite.data.gguf_header import is_gguf
 from maxlite.data.json_files import write_json
 from maxlite.data.model_folder import ORIGINALS, TOKENIZER_FILE, has_tokenizer, tokenizer_file

@@ -10,10 +10,11 @@ import jax
 from maxlite.checkpoint.compare import compare_steps
 from maxlite.checkpoint.leaves import saved_shardings
 from maxlite.checkpoint.listing import folder_bytes, list_steps, why_kept
+from maxlite.checkpoint.names import CHECKPOINTS
 from maxlite.checkpoint.place import is_bucket, place_of
 from maxlite.checkpoint.restore import parameters_folder
 from maxlite.checkpoint.run_directory import RunDirectory
-from maxlite.checkpoint.step_folder import CHECKPOINTS, find_checkpoints, read_data_state, remove_step, verify_files
+from maxlite.checkpoint.step_folder import find_checkpoints, read_data_state, remove_step, verify_files
 from maxlite.checkpoint.verify import verify_step
 from maxlite.config.load import load_config
 from maxlite.config.schema import CheckpointConfig

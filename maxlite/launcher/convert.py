@@ -21,6 +21,7 @@ from maxlite.hf.run_files import run_of
 from maxlite.hf.writer import check_new
 from maxlite.launcher.resolve import folder_keys
 from maxlite.parallel.devices import prepare_jax
+from maxlite.processes.group import require_one_process
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _DTYPES = ("float32", "bfloat16")
@@ -66,6 +67,7 @@ def _import(folder: ModelFolder, destination: str | None, overrides: list[str], 
 
     config = load_config("base.yml", [f"load_hf={folder.path}", *_with_weight_dtype(overrides)], folder_reader=keys)
     prepare_jax(config)
+    require_one_process("convert-hf")
     if flags["explain"]:
         print_plan(import_plan(folder, config))
     if destination is None:
@@ -92,6 +94,7 @@ def _export(
         )
     config = load_config(str(run), _with_weight_dtype(overrides))
     prepare_jax(config)
+    require_one_process("convert-hf")
     if flags["explain"]:
         print_plan(export_plan(config, source))
     if destination is None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src import distributed
 
-from maxlite.errors import DistributedError, MaxliteError
+from maxlite.errors import ConfigError, DistributedError, MaxliteError
 
 T = TypeVar("T")
 # jax wants a limit. A process that is lost ends the others long before; one that hangs is the watchdog's.
@@ -35,6 +35,14 @@ def num_processes() -> int:
 def is_primary() -> bool:
     """Says whether this is process 0, which alone prints the log and writes what there is one of."""
     return process_index() == 0
+
+
+def require_one_process(command: str) -> None:
+    """Raises ConfigError where several processes have joined for a command that one does alone."""
+    if num_processes() > 1:
+        raise ConfigError(
+            f"{command} runs in one process, and {num_processes()} were started; leave `launch`, srun or mpirun away."
+        )
 
 
 def is_joined() -> bool:

@@ -7,6 +7,7 @@ import jax
 from maxlite.checkpoint.run_directory import RunDirectory
 from maxlite.config.schema import MetricsConfig
 from maxlite.errors import CheckpointError
+from maxlite.processes.group import is_primary
 from maxlite.train.setup import Setup
 
 
@@ -29,6 +30,9 @@ def dump_programs(
 
 
 def _write(path: Path, text: str) -> None:
+    # All processes compile, since some compilers ask one another; one writes.
+    if not is_primary():
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -142,8 +142,7 @@ def _writer(config: Config, directory: RunDirectory, start: int) -> AbstractCont
 def _compiled(config: Config, setup: Setup, directory: RunDirectory, progress: Progress) -> Setup:
     """The setup, with the step of compiled_trainstep_file where there is one; writes its programs where asked for."""
     compiled = _compiled_step(config, setup)
-    if is_primary():
-        dump_programs(config.metrics, setup, directory, compiled)
+    dump_programs(config.metrics, setup, directory, compiled)
     if compiled is None:
         return setup
     progress.line(f"Compiled step from {config.compile.compiled_trainstep_file}")

@@ -102,6 +102,12 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(run_maxlite, bucket_environment
     for place in (tmp_path / "kept", f"gs://{BUCKET}/runs/kept/checkpoints/4"):
         other = ["train", "base.yml", *sizes, "steps=1", "enable_checkpointing=false", f"load_parameters_path={place}"]
         done(*other, f"base_output_directory={tmp_path}/other")
+    for place in (str(tmp_path / "kept"), f"gs://{BUCKET}/runs/kept"):
+        listed = json.loads(done("ckpt", "ls", place, "--json"))
+        assert [entry["step"] for entry in listed] == [4, 6]
+        assert {entry["atomicity"] for entry in listed} == {"commit_file"}
+        assert all(entry["num_bytes"] > 100_000 for entry in listed)
+        assert done("ckpt", "verify", place).count(": sound, ") == 2
     # A run does not begin again because it looks elsewhere.
     ended = run_maxlite([*train, "steps=8"], tmp_path, bucket_environment)
     assert ended.code == CheckpointError.exit_code and f"gs://{BUCKET}/runs/kept/checkpoints" in ended.stderr

@@ -14,10 +14,10 @@ def test_all_that_can_be_said():
         seconds=0.5,
     )
     assert report.line() == (
-        "Restored 3 arrays, 1.50 GB in 0.50 s (3.0 GB/s); cast 2 arrays from float32 to bfloat16; "
+        "Restored 3 arrays, 1.50 GB in 0.50 s (3.00 GB/s); cast 2 arrays from float32 to bfloat16; "
         "cast 1 array from float32 to int8; not read: opt_state (2 arrays), step (1 array)"
     )
 
 
 def test_what_is_not_there_is_not_said():
-    assert RestoreReport(("step",), {}, (), 4, 0.004).line() == "Restored 1 array, 0.00 GB in 0.00 s (0.0 GB/s)"
+    assert RestoreReport(("step",), {}, (), 4, 0.004).line() == "Restored 1 array, 0.00 MB in 0.00 s (0.00 GB/s)"

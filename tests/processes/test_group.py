@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlite.errors import CheckpointError
+from maxlite.errors import CheckpointError, ConfigError
 from maxlite.processes import group
 
 # Each process prints, on standard error, a line of JSON of what it saw.
@@ -119,3 +119,10 @@ def test_what_is_no_json_is_refused_on_one_process_too():
 
 def _fail(error):
     raise error
+
+
+def test_a_command_of_one_process_is_refused_in_several(monkeypatch):
+    group.require_one_process("convert-hf")
+    monkeypatch.setattr(group, "num_processes", lambda: 2)
+    with pytest.raises(ConfigError, match="convert-hf runs in one process, and 2 were started"):
+        group.require_one_process("convert-hf")

@@ -94,7 +94,8 @@ def test_who_differs_is_named_with_both_values(address):
 def test_places_that_do_not_fit(address, second, words):
     places = [Place(address, 3, 0, 10), Place(address, 3, 1, 10), Place(address, *second, 10)]
     results = hold_all([(place, FACTS) for place in places])
-    assert all(words in result for result in results)
+    # One that comes after the fault was found finds nobody.
+    assert words in results[0] and any(words in result for result in results[1:])
 
 
 def test_one_that_goes_and_comes_again_counts_once(address):

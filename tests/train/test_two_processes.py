@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from maxlite.config.load import load_config
+from maxlite.train.run import run_train
 from tests.conftest import ENTRY_POINT, TINY
 
 TWO = ("launch", "local", "processes=2", "--")
@@ -37,7 +39,6 @@ MESHES = {
     "context": ("ici_context_parallelism=8", "per_device_batch_size=0.25"),
     "pipeline": ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=4"),
 }
-QUICK = ("fsdp",)
 
 
 @pytest.fixture
@@ -70,7 +71,20 @@ def assert_same(found: dict[int, dict[str, float]], wanted: dict[int, dict[str, 
         assert found[step] == pytest.approx(numbers, rel=2e-5, abs=1e-6), step
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m in QUICK else [pytest.mark.slow]) for m in MESHES])
+def test_two_processes_save_what_one_goes_on_from(two_and_one, tmp_path, corpus):
+    """The run of two, resumed by one, is the run of one that was never stopped (P24, P50)."""
+    keys = {text.partition("=")[0]: text for text in (*KEYS, f"dataset_path={corpus}", "cpu_devices=8")}
+    keys |= {"base_output_directory": f"base_output_directory={tmp_path}/runs", "ici": "ici_fsdp_parallelism=8"}
+    first = two_and_one(2, "ici_fsdp_parallelism=8", "run_name=two", "steps=4")
+    assert first.code == 0, first.stderr
+    assert first.stderr.count("4 of 8 cpu devices") == 2
+    for name in ("one", "two"):
+        run_train(load_config("base.yml", [*keys.values(), f"run_name={name}", "steps=6"], {}))
+    assert_same(exact_rows(tmp_path / "runs" / "two"), exact_rows(tmp_path / "runs" / "one"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_two_processes_are_one(two_and_one, tmp_path, mesh):
     """Also saved by one and resumed by two, and the other way round (P24, P50)."""
     one = two_and_one(1, *MESHES[mesh], "run_name=one", "steps=6")
@@ -92,6 +106,7 @@ def test_two_processes_are_one(two_and_one, tmp_path, mesh):
     assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_two_processes_decode_and_evaluate_as_one(two_and_one, tmp_path):
     trained = two_and_one(2, "ici_fsdp_parallelism=8", "run_name=r", "steps=2")
     assert trained.code == 0, trained.stderr
@@ -108,6 +123,7 @@ def test_two_processes_decode_and_evaluate_as_one(two_and_one, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stop_signal_to_one_process_stops_both_at_one_step(tmp_path, corpus, process_environment):
     """One save, exit 75, and the same command goes on from it."""
     keys = [*KEYS, f"dataset_path={corpus}", "ici_fsdp_parallelism=8", "cpu_devices=4", "steps=100000", "run_name=r"]
