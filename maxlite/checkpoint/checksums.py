@@ -28,6 +28,8 @@ _MODULUS = 1 << 32
 _BLOCK_WORDS, _SPAN_WORDS, _MOST_THREADS = 1 << 16, 1 << 22, 4
 # Of a sum on a device: few programs' steps, and little memory beside the array.
 _BLOCK_ELEMENTS = 1 << 20
+# What is no larger is added up by numpy: it takes less time than compiling a program.
+_SMALL_BYTES = 1 << 18
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
 
 
@@ -82,10 +84,7 @@ def device_sharding(array: jax.Array) -> jax.sharding.Sharding:
 
 def leaf_checksum(array: np.ndarray) -> int:
     """Returns the checksum of an array in the host's memory; needs little memory beside it."""
-    width = num_bits(array.dtype)
-    kind = np.uint32 if width == 64 else np.dtype(f"uint{max(width, 8)}")
-    words = np.ascontiguousarray(array).reshape(-1).view(kind)
-    mask = np.uint32((1 << min(width, 32)) - 1)
+    words, mask = _host_words(array), _mask(array.dtype)
     counted = np.arange(min(_BLOCK_WORDS, words.size), dtype=np.uint32)
 
     def add(first: int) -> int:
@@ -116,7 +115,7 @@ def _sum_of_host(array: jax.Array) -> np.ndarray:
     return np.array([(leaf_checksum(np.asarray(array)) - num_words) % _MODULUS], np.uint32)
 
 
-def _start(array: jax.Array) -> jax.Array | None:
+def _start(array: jax.Array) -> jax.Array | np.ndarray | None:
     """Starts the sums of the parts that this process answers for: uint32 [parts]; None if there are none."""
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     if not shards or array.size == 0:
@@ -127,6 +126,9 @@ def _start(array: jax.Array) -> jax.Array | None:
         sum((places.start or 0) * stride for places, stride in zip(shard.index, strides, strict=True)) % _MODULUS
         for shard in shards
     ]
+    if sum(shard.data.nbytes for shard in shards) <= _SMALL_BYTES:
+        pairs = zip(shards, bases, strict=True)
+        return np.array([_sum_of_part(np.asarray(shard.data), base, strides) for shard, base in pairs], np.uint32)
     mesh = Mesh(np.array([shard.device for shard in shards]), ("part",), axis_types=(AxisType.Auto,))
     # Another mesh may be the one of the step.
     with jax.set_mesh(mesh):
@@ -134,6 +136,29 @@ def _start(array: jax.Array) -> jax.Array | None:
         shape = (len(shards) * data[0].shape[0], *data[0].shape[1:])
         parts = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec("part")), data)
         return _sum_parts(parts, np.array(bases, np.uint32), mesh=mesh, strides=tuple(strides))
+
+
+def _sum_of_part(part: np.ndarray, base: int, strides: Sequence[int]) -> int:
+    """Of a part in the host's memory, whose first word is number `base` of the whole array."""
+    each = _words_each(part.dtype)
+    words = _host_words(part).reshape(*part.shape, each).astype(np.uint32) & _mask(part.dtype)
+    places = np.full(words.shape, base, np.uint32)
+    for dimension, stride in enumerate((*strides, 1)):
+        numbers = np.arange(words.shape[dimension], dtype=np.uint32) * np.uint32(stride % _MODULUS)
+        places += numbers.reshape(-1, *[1] * (words.ndim - dimension - 1))
+    return int((words * _weights(places)).sum(dtype=np.uint32))
+
+
+def _host_words(array: np.ndarray) -> np.ndarray:
+    """The bits of an array as unsigned integers, in one dimension."""
+    width = num_bits(array.dtype)
+    kind = np.uint32 if width == 64 else np.dtype(f"uint{max(width, 8)}")
+    return np.ascontiguousarray(array).reshape(-1).view(kind)
+
+
+def _mask(dtype: Any) -> np.uint32:
+    """Of the bits that a value has: one of four bits lies in a byte."""
+    return np.uint32((1 << min(num_bits(dtype), 32)) - 1)
 
 
 def _in_device_memory(part: jax.Array) -> jax.Array:

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,14 @@ def values(shape, dtype, seed=0):
 
 
 def on_devices(value, sharding) -> int:
-    return device_checksums("test", {"leaf": jax.device_put(value, sharding)})["leaf"]
+    """By numpy, as small arrays are added up, and by a program, as large ones are."""
+    arrays = {"leaf": jax.device_put(value, sharding)}
+    by_numpy = device_checksums("test", arrays)["leaf"]
+    with mock.patch.object(checksums, "_SMALL_BYTES", -1):
+        pending = checksums.PendingSums(arrays)
+        by_program = pending.combined([pending.own()])["leaf"]
+    assert by_numpy == by_program, (value.shape, value.dtype, sharding)
+    return by_numpy
 
 
 def by_definition(value) -> int:
@@ -106,6 +115,16 @@ def test_places_and_sizes_count():
     swapped[[3, 70]] = swapped[[70, 3]]
     assert leaf_checksum(swapped) != leaf_checksum(value)
     assert leaf_checksum(np.zeros(5, np.float32)) != leaf_checksum(np.zeros(6, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "float64"])
+@pytest.mark.parametrize("shape", [(51, 3), (2, 3, 29), (23,)])
+def test_blocks_of_a_program_make_no_difference(monkeypatch, shape, dtype):
+    """Blocks that do not divide an array overlap, and what two have counts once."""
+    monkeypatch.setattr(checksums, "_BLOCK_ELEMENTS", 16)
+    value = values(shape, dtype)
+    with jax.enable_x64(dtype == "float64"):
+        assert on_devices(value, jax.devices()[0]) == leaf_checksum(value)
 
 
 def test_blocks_make_no_difference(monkeypatch):

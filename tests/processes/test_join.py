@@ -153,6 +153,7 @@ def test_a_process_killed_in_a_collective_is_named(run_processes):
     assert "Traceback" not in first[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "after, code, line",
     [

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from maxlite.errors import HangError
 from tests.conftest import ROOT, TINY
 
@@ -27,6 +29,7 @@ sys.exit(cli.main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path, process_environment):
     keys = [*TINY, "cpu_devices=1", "steps=100", "watchdog_factor=2", "watchdog_min_seconds=1", "run_name=hung"]
     keys += [f"base_output_directory={tmp_path}", "log_period=1", "checkpoint_period=2", "eval_interval=0"]

@@ -82,6 +82,7 @@ def in_process(tmp_path, corpus):
     return run
 
 
+@pytest.mark.slow
 def test_two_processes_save_what_one_goes_on_from(two_and_one, in_process, tmp_path):
     """The run of two, resumed by one, is the run of one that was never stopped (P24, P50)."""
     first = two_and_one(2, *MESHES["fsdp"], "run_name=two", "steps=4")
