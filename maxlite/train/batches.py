@@ -44,7 +44,6 @@ class BatchLayout:
     def place(self, batch: Batch) -> Batch:
         """Puts a batch of numpy arrays on the mesh: [own rows, T] in each process, [rows, T] in all."""
         order = self.orders[batch.inputs.shape[1]]
-        first = {int(number): place for place, number in enumerate(self.own_rows)}
 
         def on_mesh(part: np.ndarray) -> jax.Array:
             ordered, shape = part if order is None else part[:, order], (self.rows, part.shape[1])
@@ -53,7 +52,7 @@ class BatchLayout:
                 assert index is not None, "a device of this process holds a part"
                 start, stop, _ = index[0].indices(self.rows)
                 # A device's rows follow one another, so those between them are this process's too.
-                place = first[start]
+                place = int(np.searchsorted(self.own_rows, start))
                 return ordered[place : place + stop - start, index[1]]
 
             return jax.make_array_from_callback(shape, self.sharding, held)

@@ -1,5 +1,4 @@
 import json
-import os
 
 import jax
 import ml_dtypes
@@ -21,20 +20,6 @@ from maxlite.model.build import build_model
 from tests.hf.cases import CASES
 from tests.hf.folders import read_golden, write_folder
 from tests.hf.tiny_tree import by_hand, random_params, read_whole, tiny_plan, whole_boxes
-
-
-@pytest.fixture
-def read_counts(monkeypatch):
-    """How many bytes each call of the operating system has read from files of weights."""
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def counting(*arguments) -> int:
-        counts.append(preadv(*arguments))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
-    return counts
 
 
 @pytest.mark.parametrize("elements", [1, 7, 1 << 20])

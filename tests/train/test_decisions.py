@@ -27,25 +27,25 @@ def build(tiny_config, *overrides: str) -> tuple[Decisions, StopSignal]:
     return Decisions(tiny_config(*overrides).checkpoint, stop), stop
 
 
-def test_steps_and_minutes_each_save(tiny_config, clock):
-    decisions, _ = build(tiny_config, "checkpoint_period=5", "checkpoint_period_minutes=2")
+def saves(decisions: Decisions, clock: Clock, seconds: float, steps: int) -> list[int]:
+    """The steps after which a run saves whose steps take so many seconds."""
     saved = []
-    for done in range(1, 13):
-        clock.now = 50.0 * done
+    for done in range(1, steps + 1):
+        clock.now = seconds * done
         if decisions.save_due(done):
             saved.append(done)
+    return saved
+
+
+def test_steps_and_minutes_each_save(tiny_config, clock):
+    decisions, _ = build(tiny_config, "checkpoint_period=5", "checkpoint_period_minutes=2")
     # After 150 s, and every 120 s from the last one by the clock; besides every fifth step.
-    assert saved == [3, 5, 6, 9, 10, 12]
+    assert saves(decisions, clock, 50.0, 12) == [3, 5, 6, 9, 10, 12]
 
 
 def test_by_minutes_alone(tiny_config, clock):
     decisions, _ = build(tiny_config, "checkpoint_period=0", "checkpoint_period_minutes=0.5")
-    saved = []
-    for done in range(1, 10):
-        clock.now = 10.0 * done
-        if decisions.save_due(done):
-            saved.append(done)
-    assert saved == [3, 6, 9]
+    assert saves(decisions, clock, 10.0, 9) == [3, 6, 9]
 
 
 def test_without_either_nothing_is_due(tiny_config, clock):
