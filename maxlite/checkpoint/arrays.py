@@ -33,3 +33,8 @@ def save_arguments(arrays: Any, *, lean: bool) -> ocp.args.PyTreeSave:
     total = sum(array.nbytes for array in jax.tree.leaves(arrays))
     file_bytes = max(LEAST_FILE_BYTES, total // MOST_FILES)
     return ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=file_bytes)
+
+
+def is_on_cpu(array: jax.Array) -> bool:
+    """Says whether an array lies on devices that are the host's own cores."""
+    return all(device.platform == "cpu" for device in array.sharding.device_set)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from maxlite.checkpoint.checksums import leaf_checksum
+from maxlite.checkpoint.bit_sums import leaf_checksum
 from maxlite.checkpoint.names import ITEMS
 from maxlite.checkpoint.quiet import quiet_orbax
 from maxlite.checkpoint.record import Leaf

@@ -96,7 +96,9 @@ class Checkpointer:
         atomicity = on_primary("checkpoint folder", lambda: self._make_way(step, num_bytes))
         if self._writer is None:
             largest = max((array.nbytes for array in arrays.values()), default=0)
-            self._writer = StepWriter(self._folder, atomicity, largest if self._lean else None)
+            background = self._config.async_checkpointing
+            largest_bytes = largest if self._lean else None
+            self._writer = StepWriter(self._folder, atomicity, largest_bytes, background=background)
         try:
             self._writer.start(Step(step, arrays, data_state, dict(metrics or {})), self._remove_old)
         except Exception as error:

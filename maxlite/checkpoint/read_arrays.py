@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import options as orbax_options
 
-from maxlite.checkpoint.checksums import device_checksums, device_sharding
+from maxlite.checkpoint.checksums import device_checksums
+from maxlite.checkpoint.device_sums import device_sharding
 from maxlite.checkpoint.names import ITEMS
 from maxlite.checkpoint.quiet import quiet_orbax
 from maxlite.checkpoint.record import StepRecord

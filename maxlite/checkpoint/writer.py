@@ -1,5 +1,6 @@
 """Writes one step after the other in the background; what fails there is known at once, on every process."""
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -17,7 +18,9 @@ from maxlite.checkpoint.arrays import array_handler, save_arguments
 from maxlite.checkpoint.atomicity import COMMIT_FILE
 from maxlite.checkpoint.checksums import PendingSums
 from maxlite.checkpoint.names import DATA_STATE, ITEMS
+from maxlite.checkpoint.priority import low_writers
 from maxlite.checkpoint.record import Leaf, StepRecord, write_record
+from maxlite.checkpoint.staging import Staging
 from maxlite.checkpoint.step_folder import complete_steps, list_files, temporary_folder
 from maxlite.checkpoint.tree import nested
 from maxlite.errors import CheckpointError, MaxliteError
@@ -42,12 +45,12 @@ class Step:
 class _Save:
     """A step on its way to disk: what its record will say. stages_passed: of _STAGES."""
 
-    def __init__(self, step: Step, *, lean: bool):
-        """Starts the checksums."""
+    def __init__(self, step: Step, *, background: bool):
+        """Starts the checksums; in the background they give way to other work."""
         self.number, self.metrics, self.time = step.number, dict(step.metrics), time.time()
         self.leaves = {path: (array.shape, str(array.dtype)) for path, array in step.arrays.items()}
         self.mesh = _mesh_of(step.arrays)
-        self.pending = PendingSums(step.arrays, lean=lean)
+        self.pending = PendingSums(step.arrays, background=background)
         self.sums: dict[str, int] = {}
         self.stages_passed = 0
 
@@ -84,15 +87,17 @@ class StepWriter:
     All processes make one and call it alike: each writes its part, and process 0 completes the step.
     """
 
-    def __init__(self, checkpoints: Path, atomicity: str, largest_bytes: int | None):
+    def __init__(self, checkpoints: Path, atomicity: str, largest_bytes: int | None, *, background: bool):
         """Makes nothing on disk.
 
         atomicity: rename or commit_file. largest_bytes: that many bytes at most are on their way to disk at a time.
+        background: steps are trained meanwhile, and go first.
         """
         self._checkpoints, self._atomicity, self._lean = checkpoints, atomicity, largest_bytes is not None
         self._failure: MaxliteError | None = None
         self._thread: threading.Thread | None = None
         self._save: _Save | None = None
+        self._staging = Staging() if background else None
         mode = orbax_options.AtomicityMode.COMMIT_FILE if atomicity == COMMIT_FILE else None
         shared: dict[str, Any] = {
             "multiprocessing_options": _orbax_processes(),
@@ -116,7 +121,9 @@ class StepWriter:
             Exception: orbax's, if it could not begin.
         """
         assert self._thread is None, "the save before this one was not waited for"
-        self._save = _Save(step, lean=self._lean)
+        if self._staging is not None:
+            step = dataclasses.replace(step, arrays=self._staging.copy(step.arrays))
+        self._save = _Save(step, background=self._staging is not None)
         arguments = ocp.args.Composite(
             **{
                 ITEMS: save_arguments(nested(step.arrays), lean=self._lean),
@@ -148,8 +155,9 @@ class StepWriter:
     def _finish(self, save: _Save, when_complete: Callable[[], None]) -> None:
         """Runs in a thread: waits for orbax's own, so that an error is known when it comes, not at the next save."""
         try:
-            self._orbax.wait_until_finished()
-            when_complete()
+            with low_writers() if self._staging is not None else contextlib.nullcontext():
+                self._orbax.wait_until_finished()
+                when_complete()
         except MaxliteError as error:
             self._failure = error
         except Exception as error:

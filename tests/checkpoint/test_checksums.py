@@ -1,3 +1,4 @@
+import math
 from unittest import mock
 
 import jax
@@ -6,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlite.checkpoint import checksums
-from maxlite.checkpoint.checksums import device_checksums, leaf_checksum, num_bits
+from maxlite.checkpoint import bit_sums, checksums, device_sums
+from maxlite.checkpoint.bit_sums import leaf_checksum, num_bits
+from maxlite.checkpoint.checksums import device_checksums
 
 DTYPES = "float32 bfloat16 float16 int32 uint32 int8 uint8 bool int4 uint4 int2 float8_e4m3fn float8_e5m2 float4_e2m1fn"
 SHAPES = [(), (8,), (8, 6), (4, 2, 5), (0, 4)]
@@ -20,14 +22,19 @@ def values(shape, dtype, seed=0):
 
 
 def on_devices(value, sharding) -> int:
-    """By numpy, as small arrays are added up, and by a program, as large ones are."""
+    """By numpy, as what lies on CPUs is added up, and by programs, as on accelerators."""
     arrays = {"leaf": jax.device_put(value, sharding)}
     by_numpy = device_checksums("test", arrays)["leaf"]
-    with mock.patch.object(checksums, "_SMALL_BYTES", -1):
-        pending = checksums.PendingSums(arrays)
-        by_program = pending.combined([pending.own()])["leaf"]
-    assert by_numpy == by_program, (value.shape, value.dtype, sharding)
+    by_programs = sum_by_programs(arrays["leaf"])
+    assert by_numpy == by_programs, (value.shape, value.dtype, sharding)
     return by_numpy
+
+
+def sum_by_programs(array) -> int:
+    with mock.patch.object(checksums, "is_on_cpu", lambda array: False):
+        with mock.patch.object(checksums, "_SMALL_BYTES", 0):
+            pending = checksums.PendingSums({"leaf": array})
+    return pending.combined([pending.own()])["leaf"]
 
 
 def by_definition(value) -> int:
@@ -79,7 +86,7 @@ def test_no_device_waits_for_another(states):
     parts = jax.device_put(jnp.zeros((16, 4)), NamedSharding(mesh, PartitionSpec("x")))
     local = jax.sharding.Mesh(mesh.devices, ("part",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(local):
-        program = checksums._sum_parts.lower(parts, np.zeros(8, np.uint32), mesh=local, strides=(4, 1)).compile()
+        program = device_sums._sum_parts.lower(parts, np.zeros(8, np.uint32), mesh=local, strides=(4, 1)).compile()
     text = program.as_text()
     assert "multiply" in text
     assert not any(name in text for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
@@ -88,15 +95,33 @@ def test_no_device_waits_for_another(states):
 def test_each_part_is_summed_by_one_device(states):
     value = values((8, 6), "float32")
     copied = jax.device_put(value, NamedSharding(states.mesh(x=4, y=2), PartitionSpec(None, "y")))
-    pending = checksums.PendingSums({"leaf": copied, "scalar": jnp.float32(3)})
-    assert pending._started["leaf"].shape == (2,) and pending._started["scalar"].shape == (1,)
-    own = pending.own()
+    with mock.patch.object(checksums, "start_sums", wraps=checksums.start_sums) as start:
+        assert sum_by_programs(copied) == leaf_checksum(value)
+        assert len(start.call_args.args[1]) == 2
+    with mock.patch.object(checksums, "sum_of_part", wraps=checksums.sum_of_part) as add:
+        pending = checksums.PendingSums({"leaf": copied, "scalar": jnp.float32(3)})
+        own = pending.own()
+        assert [call.args[0].shape for call in add.call_args_list] == [(8, 3), (8, 3), ()]
     expected = {"leaf": leaf_checksum(value), "scalar": leaf_checksum(np.float32(3))}
     assert pending.combined([own]) == expected
     # As two processes, of which one holds nothing that the other does not.
     assert pending.combined([own, [0, 0]]) == expected
     halves = [[total // 3 for total in own], [total - total // 3 for total in own]]
     assert pending.combined(halves) == expected
+
+
+def test_in_the_background_it_lets_go_of_the_arrays(states):
+    """The next save writes into the same memory, which it can't while another looks at it."""
+    array = jax.device_put(values((64, 64), "float32"), NamedSharding(states.mesh(x=8), PartitionSpec("x")))
+    expected, places = leaf_checksum(np.asarray(array)), [shard.data.unsafe_buffer_pointer() for shard in shards(array)]
+    pending = checksums.PendingSums({"leaf": array}, background=True)
+    assert pending.combined([pending.own()]) == {"leaf": expected}
+    written = jax.jit(lambda array: array + 1, donate_argnums=0)(array)
+    assert [shard.data.unsafe_buffer_pointer() for shard in shards(written)] == places
+
+
+def shards(array):
+    return sorted(array.addressable_shards, key=lambda shard: shard.device.id)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
@@ -121,15 +146,26 @@ def test_places_and_sizes_count():
 @pytest.mark.parametrize("shape", [(51, 3), (2, 3, 29), (23,)])
 def test_blocks_of_a_program_make_no_difference(monkeypatch, shape, dtype):
     """Blocks that do not divide an array overlap, and what two have counts once."""
-    monkeypatch.setattr(checksums, "_BLOCK_ELEMENTS", 16)
+    monkeypatch.setattr(device_sums, "_BLOCK_ELEMENTS", 16)
     value = values(shape, dtype)
     with jax.enable_x64(dtype == "float64"):
         assert on_devices(value, jax.devices()[0]) == leaf_checksum(value)
 
 
-def test_blocks_make_no_difference(monkeypatch):
-    value = values((50, 3), "bfloat16")
-    expected = leaf_checksum(value)
-    monkeypatch.setattr(checksums, "_BLOCK_WORDS", 7)
+@pytest.mark.parametrize("shape", [(50, 3), (6, 4, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize("most", [1, 7, 40])
+def test_blocks_make_no_difference(monkeypatch, shape, most):
+    value = values(shape, "bfloat16")
+    expected, parts = leaf_checksum(value), []
+    monkeypatch.setattr(bit_sums, "_BLOCK_WORDS", most)
+    monkeypatch.setattr(bit_sums, "_BLOCKS_EACH", 3)
     assert leaf_checksum(value) == expected
     assert leaf_checksum(value.T) != expected and leaf_checksum(value.T.copy()) == leaf_checksum(value.T)
+    strides = bit_sums.whole_strides(shape, value.dtype)
+    for dimension, size in enumerate(shape):
+        middle = size // 2
+        low, high = np.split(value, [middle], axis=dimension)
+        parts.append(
+            bit_sums.sum_of_part(low, 0, strides) + bit_sums.sum_of_part(high, middle * strides[dimension], strides)
+        )
+    assert {(total + math.prod(shape)) % 2**32 for total in parts} == {expected}

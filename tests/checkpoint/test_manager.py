@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.checkpoint.checksums import leaf_checksum
+from maxlite.checkpoint.bit_sums import leaf_checksum
 from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.record import read_record
 from maxlite.checkpoint.tree import leaf_paths
