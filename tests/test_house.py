@@ -32,6 +32,8 @@ FLOORS = {
     "decode": 9,
     # Above train, because it compiles the step that train runs.
     "estimate": 10,
+    # Above train, whose evaluation and batches it takes.
+    "quantize": 10,
     "launcher": 11,
 }
 # A library -> the only places that may import it.
@@ -48,7 +50,8 @@ DOORS = {
     "etils": ("checkpoint/place.py",),
     "jinja2": ("data/chat_template.py",),
     "tokenizers": ("data/",),
-    "qwix": ("model/quantization.py",),
+    "qwix": ("ops/quantized",),
+    "matplotlib": ("quantize/plot.py",),
     "optax": ("train/",),
     "flax": ("nn/", "model/"),
 }
@@ -68,6 +71,7 @@ WITHOUT_JAX = (
     "hf/config_json.py",
     "hf/fam",
     "hf/folder.py",
+    "hf/peft_json.py",
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
 # Attention's inputs are what they are: three tensors, their positions and segments, and four settings.

@@ -79,9 +79,10 @@ def _begun(array: jax.Array) -> jax.Array | _OnHost:
         sum((places.start or 0) * stride for places, stride in zip(shard.index, strides, strict=True))
         for shard in shards
     ]
-    if is_on_cpu(array) or sum(shard.data.nbytes for shard in shards) <= _SMALL_BYTES:
-        return _OnHost([shard.data for shard in shards], bases, strides)
-    return start_sums(array, shards, bases)
+    parts: list[jax.Array] = [shard.data for shard in shards]
+    if is_on_cpu(array) or sum(part.nbytes for part in parts) <= _SMALL_BYTES:
+        return _OnHost(parts, bases, strides)
+    return start_sums(array, parts, bases)
 
 
 def _finished(sums: jax.Array | _OnHost, **threads: int) -> int:

@@ -17,20 +17,21 @@ _BLOCK_ELEMENTS = 1 << 20
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
 
 
-def start_sums(array: jax.Array, shards: Sequence[jax.Shard], bases: Sequence[int]) -> jax.Array:
-    """Starts the sums of some parts of an array, each on the device that holds it: uint32 [parts].
+def start_sums(array: jax.Array, parts: Sequence[jax.Array], bases: Sequence[int]) -> jax.Array:
+    """Starts the sums of some parts of an array, each on the one device that holds it: uint32 [parts].
 
     No device waits for another, so nothing comes in the way of a training step. bases: the place of each part's first
     word. The array may be donated to another program after this.
     """
-    mesh = Mesh(np.array([shard.device for shard in shards]), ("part",), axis_types=(AxisType.Auto,))
+    devices = [device for part in parts for device in part.devices()]
+    mesh = Mesh(np.array(devices), ("part",), axis_types=(AxisType.Auto,))
     # Another mesh may be the one of the step.
     with jax.set_mesh(mesh):
-        data = [_in_device_memory(shard.data) for shard in shards]
-        shape = (len(shards) * data[0].shape[0], *data[0].shape[1:])
-        parts = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec("part")), data)
+        data = [_in_device_memory(part) for part in parts]
+        shape = (len(data) * data[0].shape[0], *data[0].shape[1:])
+        joined = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec("part")), data)
         strides = whole_strides(array.shape, array.dtype)
-        return _sum_parts(parts, np.array([base % MODULUS for base in bases], np.uint32), mesh=mesh, strides=strides)
+        return _sum_parts(joined, np.array([base % MODULUS for base in bases], np.uint32), mesh=mesh, strides=strides)
 
 
 def device_sharding(array: jax.Array) -> jax.sharding.Sharding:

@@ -15,7 +15,15 @@ from maxlite.errors import CheckpointError, ConfigError
 from maxlite.processes.group import on_primary
 
 # Beside the model's own keys: these decide which arrays a checkpoint holds, and in which dtype.
-_STORED_KEYS = frozenset(f.name for f in dataclasses.fields(ModelConfig)) | {"weight_dtype", "opt_type"}
+_STORED_KEYS = frozenset(f.name for f in dataclasses.fields(ModelConfig)) | {
+    "weight_dtype",
+    "opt_type",
+    "weight_quantization",
+    "weight_quant_tile_size",
+    "weight_quant_module_path",
+    "lora_rank",
+    "lora_module_path",
+}
 
 
 class RunDirectory:

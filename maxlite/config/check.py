@@ -7,6 +7,7 @@ from pathlib import Path
 from maxlite.config.check_data import DATA_CHECKS
 from maxlite.config.check_model import MODEL_CHECKS
 from maxlite.config.check_parallel import PARALLEL_CHECKS
+from maxlite.config.check_quant import QUANT_CHECKS
 from maxlite.config.check_remat import check_remat
 from maxlite.config.degrees import fake_degrees
 from maxlite.config.schema import LEVELS, LOGICAL_AXES, MESH_AXES, PROCESS_KEYS, Config
@@ -200,6 +201,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_axis_rules,
     *PARALLEL_CHECKS,
     check_remat,
+    *QUANT_CHECKS,
     check_schedule,
     check_moments,
     *DATA_CHECKS,

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from maxlite.config.compute_schema import LAYER_INPUT, REMAT_TENSORS
 from maxlite.config.layers import layer_specs
-from maxlite.config.schema import LAYER_INPUT, REMAT_TENSORS, Config, ModelConfig
+from maxlite.config.schema import Config, ModelConfig
 
 _DENSE = ("mlpwi_0", "mlpwi_1", "mlpwo")
 _MOE = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")

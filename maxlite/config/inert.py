@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from maxlite.config.check_data import SPLIT_TYPES
+from maxlite.config.compute_schema import LAYER_INPUT, REMAT_TENSORS
 from maxlite.config.key_groups import LLAMA3_ROPE, ROUTER, SWIGLUOAI, TEMPERATURE, YARN
-from maxlite.config.schema import LAYER_INPUT, REMAT_TENSORS, Config
+from maxlite.config.schema import Config
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "mu_dtype")
 _WSD = ("wsd_decay_steps_fraction", "wsd_decay_style")
@@ -91,9 +92,26 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     ),
     (
         "nothing is quantized, so there is nothing more to keep",
-        lambda c: c.compute.remat_policy.endswith("_quantization"),
+        lambda c: c.compute.remat_policy.endswith("_quantization") and not _rounds_products(c),
         ("remat_policy",),
     ),
+    (
+        "weight_quantization is null",
+        lambda c: c.compute.weight_quantization is None,
+        ("weight_quant_tile_size", "weight_quant_module_path"),
+    ),
+    ("quantize_kvcache is false", lambda c: not c.compute.quantize_kvcache, ("kv_quant_axis", "kv_quant_dtype")),
+    (
+        "all layers are gated_delta_net, which keep no keys and values",
+        lambda c: set(c.model.attention_pattern) == {"gated_delta_net"},
+        ("quantize_kvcache",),
+    ),
+    (
+        "a latent has no heads",
+        lambda c: c.compute.quantize_kvcache and set(c.model.attention_pattern) <= {"mla", "gated_delta_net"},
+        ("kv_quant_axis",),
+    ),
+    ("lora_rank is 0", lambda c: c.compute.lora_rank == 0, ("lora_alpha", "lora_module_path")),
     (
         "no degree of context is above 1",
         lambda c: c.parallel.ici_context_parallelism == c.parallel.dcn_context_parallelism == 1,
@@ -145,6 +163,10 @@ _INERT: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
 
 def _has_stages(config: Config) -> bool:
     return config.parallel.ici_pipeline_parallelism != 1 or config.parallel.dcn_pipeline_parallelism != 1
+
+
+def _rounds_products(config: Config) -> bool:
+    return config.compute.quantization is not None or config.compute.quant_rules is not None
 
 
 def inert_keys(config: Config) -> list[str]:

@@ -11,10 +11,9 @@ from typing import Any
 import yaml
 
 from maxlite.config.check import CHECKS
-from maxlite.config.data_schema import MixtureSource
 from maxlite.config.schema import COMMAND_LINE, ENVIRONMENT, KEYS, PROCESS_KEYS, SECTIONS, Config
 from maxlite.config.smoke import smoke_overrides
-from maxlite.config.values import describe_allowed, parse_value
+from maxlite.config.values import describe_allowed, parse_value, plain_value
 from maxlite.config.yaml_file import Entry, read_yaml
 from maxlite.errors import ConfigError
 
@@ -99,7 +98,7 @@ def dump_config(config: Config) -> str:
 
     What one process was told at its start is left out, and the fake devices are those of all.
     """
-    plain = {name: _plain(value) for name, value in saved_values(config).items()}
+    plain = {name: plain_value(value) for name, value in saved_values(config).items()}
     return RESOLVED_HEADER + "\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -112,7 +111,7 @@ def dump_model(config: Config, title: str) -> str:
     """Returns the text of a model YAML: the architecture's sizes, and its switches where they differ from base.yml."""
     off = {name: _parse_entry(name, entry) for name, entry in _base_entries().items()}
     values = {name: value for name, value in config.flat().items() if name in MODEL_KEYS}
-    kept = {name: _plain(value) for name, value in values.items() if name in MODEL_SIZES or value != off[name]}
+    kept = {name: plain_value(value) for name, value in values.items() if name in MODEL_SIZES or value != off[name]}
     return f"# {title}.\n" + yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -128,12 +127,6 @@ def mesh_names() -> list[str]:
 
 def _names(folder: str) -> list[str]:
     return sorted({file.stem for root in package_roots() for file in (root / folder).glob("*.yml")})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, MixtureSource):
-        return value._asdict()
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 class _Loading:
@@ -228,7 +221,7 @@ class _Loading:
             self._add_model_yaml(named or self.entries["model"])
             return
         source = f"load_hf={path}"
-        found = {name: Entry(_plain(value), source) for name, value in self.folder_reader(path).items()}
+        found = {name: Entry(plain_value(value), source) for name, value in self.folder_reader(path).items()}
         self.entries.update({"model": Entry(Path(path).resolve().name, source), **found})
 
     def _add_tokenizer(self, last: dict[str, Entry]) -> None:

@@ -12,47 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.compute_schema import ComputeConfig
 from maxlite.config.data_schema import DataConfig
 from maxlite.config.key import key
 from maxlite.config.model_schema import ModelConfig
+from maxlite.config.quant_schema import QUANTIZE_METHODS
 
-REMAT_POLICY_NAMES = (
-    "none",
-    "full",
-    "minimal",
-    "minimal_with_context",
-    "minimal_with_quantization",
-    "minimal_with_context_and_quantization",
-    "save_dot_except_mlp",
-    "save_dot_except_mlpwi",
-    "save_dot_with_context_except_mlp",
-    "save_qkv_proj",
-    "save_out_proj",
-    "qkv_proj_offloaded",
-    "minimal_offloaded",
-    "custom",
-)
-# What remat_policy=custom does with a tensor, and the keys that say it, one a tensor.
-REMAT_PLACES = ("remat", "device", "offload")
-LAYER_INPUT = "decoder_layer_input"
-REMAT_TENSORS = (
-    "query_proj",
-    "key_proj",
-    "value_proj",
-    "gate_proj",
-    "query_wa_proj",
-    "kv_wa_proj",
-    "context",
-    "out_proj",
-    "mlpwi_0",
-    "mlpwi_1",
-    "mlpwo",
-    "moe_mlpwi_0",
-    "moe_mlpwi_1",
-    "moe_mlpwo",
-)
 XLA_FLAG_PRESETS = ("async_collectives", "sync_collectives", "no_collective_matmul", "sparse_core_collectives")
-ATTENTION_KERNELS = ("autoselected", "dot_product", "flash", "cudnn_flash")
 
 # Mesh axes, outermost first, and the two levels of each.
 MESH_AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
@@ -118,35 +84,6 @@ class DistributedConfig:
     coordinator_address: str | None = key("host:port of process 0.")
     skip_jax_distributed_system: bool = key("Run alone, whatever the environment says of a cluster.")
     jax_distributed_initialization_timeout: int = key("Seconds to wait for all processes.", minimum=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class ComputeConfig:
-    """How the model is computed. Of these keys only weight_dtype changes what is stored in a checkpoint."""
-
-    dtype: str = key("Dtype of activations.", choices=("auto", "float32", "bfloat16"))
-    weight_dtype: str = key("Dtype of parameters.", choices=("float32", "bfloat16"))
-    matmul_precision: str = key("Precision of float32 matrix products.", choices=("default", "high", "highest"))
-    scan_layers: bool = key("Loop over layers in the compiled program, or unroll them.")
-    attention: str = key("Kernel of training's attention.", choices=ATTENTION_KERNELS)
-    capacity_factor: float | None = key("Tokens an expert takes of a row, times its share; not set = all.", above=0)
-    remat_policy: str = key("What the backward pass keeps of each layer.", choices=REMAT_POLICY_NAMES)
-    decoder_layer_input: str = key("custom: where a layer's input waits.", choices=("device", "offload"))
-    query_proj: str = key("custom: queries.", choices=REMAT_PLACES)
-    key_proj: str = key("custom: keys.", choices=REMAT_PLACES)
-    value_proj: str = key("custom: values.", choices=REMAT_PLACES)
-    gate_proj: str = key("custom: gate of attention's output.", choices=REMAT_PLACES)
-    query_wa_proj: str = key("custom: mla: latent of queries.", choices=REMAT_PLACES)
-    kv_wa_proj: str = key("custom: mla: latent of keys and values.", choices=REMAT_PLACES)
-    context: str = key("custom: what attention gives.", choices=REMAT_PLACES)
-    out_proj: str = key("custom: attention's output matrix.", choices=REMAT_PLACES)
-    mlpwi_0: str = key("custom: gate of the MLP.", choices=REMAT_PLACES)
-    mlpwi_1: str = key("custom: up of the MLP.", choices=REMAT_PLACES)
-    mlpwo: str = key("custom: down of the MLP.", choices=REMAT_PLACES)
-    moe_mlpwi_0: str = key("custom: gate of the experts.", choices=REMAT_PLACES)
-    moe_mlpwi_1: str = key("custom: up of the experts.", choices=REMAT_PLACES)
-    moe_mlpwo: str = key("custom: down of the experts.", choices=REMAT_PLACES)
-    num_vocab_tiling: int = key("Tiles of the sequence in the loss; 0 chooses by size.", minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +228,15 @@ class DecodeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class QuantizeConfig:
+    """The command `quantize`."""
+
+    method: str = key("How weights are rounded.", choices=QUANTIZE_METHODS)
+    calibration_steps: int = key("Batches of text that gptq and awq look at.", minimum=1)
+    worst_layers: int = key("Layers that the report lists.", minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One run, resolved and frozen. `sources` says for each key where its value came from."""
 
@@ -306,6 +252,7 @@ class Config:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
     decode: DecodeConfig
+    quantize: QuantizeConfig
     sources: Mapping[str, str]
 
     def flat(self) -> dict[str, Any]:

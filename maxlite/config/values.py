@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from maxlite.config.data_schema import DatasetMixture, MixtureSource
+from maxlite.config.quant_schema import CALIBRATIONS, QTYPES, QuantRule, QuantRules
 from maxlite.config.schema import Key, LogicalAxisRules
 from maxlite.config.yaml_file import refuse_unsafe
 
@@ -63,6 +64,13 @@ def _require_allowed(key: Key, value: Any) -> None:
             raise ValueError("out of range")
         if isinstance(number, int) and key.maximum is None and number > _LARGEST_INTEGER:
             raise ValueError(f"above {_LARGEST_INTEGER}")
+
+
+def plain_value(value: Any) -> Any:
+    """Returns a key's value in the types of YAML and JSON."""
+    if isinstance(value, MixtureSource | QuantRule):
+        return value._asdict()
+    return [plain_value(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _parse_bool(raw: Any) -> bool:
@@ -172,6 +180,36 @@ def _parse_source(row: dict[Any, Any]) -> MixtureSource:
     return MixtureSource(path, weight, epochs, name)
 
 
+def _parse_quant_rules(raw: Any) -> QuantRules:
+    example = "[{module_path: '.*/mlp/.*', weight_qtype: int8, act_qtype: int8}]"
+    if isinstance(raw, str):
+        raw = _parse_flow(raw, example)
+    if not isinstance(raw, list) or not raw or not all(isinstance(row, dict) for row in raw):
+        raise ValueError(f"not a list like {example}")
+    return tuple(_parse_quant_rule(row) for row in raw)
+
+
+def _parse_quant_rule(row: dict[Any, Any]) -> QuantRule:
+    unknown = sorted(str(name) for name in row if name not in QuantRule._fields)
+    if unknown or "module_path" not in row:
+        wrong = f"unknown {unknown[0]}" if unknown else "module_path is missing"
+        raise ValueError(f"{wrong} in {row}; a rule has {', '.join(QuantRule._fields)}")
+    pattern = _parse_str(row["module_path"])
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"module_path {pattern!r} is no regular expression: {error}") from error
+    allowed = {**dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), QTYPES), "calibration": CALIBRATIONS}
+    for name, choices in allowed.items():
+        if row.get(name) is not None and row[name] not in choices:
+            raise ValueError(f"{name} {row[name]!r} in {row} is none of {', '.join(choices)}")
+    size = None if row.get("tile_size") is None else _parse_int(row["tile_size"])
+    if size is not None and size < 2:
+        raise ValueError(f"tile_size must be at least 2 in {row}")
+    given: dict[str, Any] = {name: value for name, value in row.items() if value is not None}
+    return QuantRule(**{**given, "tile_size": size})
+
+
 _PARSERS = {
     DatasetMixture: _parse_mixture,
     tuple[int, ...]: _parse_numbers,
@@ -181,6 +219,7 @@ _PARSERS = {
     str: _parse_str,
     tuple[str, ...]: _parse_list,
     LogicalAxisRules: _parse_rules,
+    QuantRules: _parse_quant_rules,
 }
 _TYPE_NAMES = {
     DatasetMixture: "a list of {path, weight, epochs, name}",
@@ -191,4 +230,5 @@ _TYPE_NAMES = {
     str: "text",
     tuple[str, ...]: "a list of words",
     LogicalAxisRules: "rows of [logical axis, [mesh axes]]",
+    QuantRules: "a list of {" + ", ".join(QuantRule._fields) + "}",
 }

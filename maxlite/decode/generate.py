@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlite.decode.model import compiler_options
 from maxlite.decode.sampling import Sampler
 from maxlite.model.build import Model, Params
 from maxlite.nn.cache import Cache
@@ -133,7 +134,8 @@ class Generator:
         started = time.perf_counter()
         integers = jax.ShapeDtypeStruct((self.shape.rows,), jnp.int32)
         prompts = jax.ShapeDtypeStruct((self.shape.rows, self.shape.prompt_length), jnp.int32)
-        self._prefill = jax.jit(programs.prefill).lower(params, prompts, integers, integers).compile()
+        options = compiler_options(programs.model)
+        self._prefill = jax.jit(programs.prefill).lower(params, prompts, integers, integers).compile(options)
         # The state comes back placed as it went in, or its next call would not fit the program.
         placed = self._prefill.output_shardings
         state = jax.tree.map(
@@ -142,7 +144,7 @@ class Generator:
             placed,
         )
         step = jax.jit(programs.step, donate_argnums=1, out_shardings=(placed, None))
-        self._step = step.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        self._step = step.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile(options)
         self.speed.compile_seconds = time.perf_counter() - started
 
     def stream(self, prompts: Sequence[Sequence[int]], first_row: int = 0) -> Iterator[np.ndarray]:

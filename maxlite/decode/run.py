@@ -17,7 +17,7 @@ from maxlite.data.tokenizer import Tokenizer, build_tokenizer
 from maxlite.data.tokenizer_bytes import ByteTokenizer
 from maxlite.decode.generate import NOTHING, BatchShape, Generator, Programs, Speed, padded_length
 from maxlite.decode.logits import check_writable, write_logits
-from maxlite.decode.model import build_decode_model, rules_for_rows, without_drops
+from maxlite.decode.model import build_decode_model, describe_cache, rules_for_rows, without_drops
 from maxlite.decode.output import Continuation, JsonWriter, TextWriter, printable
 from maxlite.decode.prompts import Prompt, read_prompts
 from maxlite.decode.sampling import build_sampler
@@ -26,6 +26,7 @@ from maxlite.hf.load import load_parameters
 from maxlite.hf.run_files import run_of
 from maxlite.metrics.out_of_memory import is_out_of_memory
 from maxlite.model.build import Model, Params, build_model
+from maxlite.model.equip import describe_equipment
 from maxlite.parallel.devices import prepare_jax, run_devices
 from maxlite.parallel.mesh import build_mesh
 from maxlite.parallel.sharding import use_mesh
@@ -49,6 +50,8 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
     with _memory_errors():
         mesh = build_mesh(config.parallel, run_devices(config.run))
         model = build_decode_model(config)
+        for line in describe_equipment(model.products):
+            print(line, file=sys.stderr)
         notes = sys.stderr if json_output else sys.stdout
         rules = rules_for_rows(config, mesh, 1)
         shardings = model.shardings(mesh, rules)
@@ -60,6 +63,9 @@ def run_decode(config: Config, source: str, *, json_output: bool) -> None:
         writer = (JsonWriter if json_output else TextWriter)(sys.stdout, build_tokenizer(config.data))
         _, speed = continue_prompts(config, mesh, model, params, prompts, writer.update)
         if speed is not None:
+            if model.compute.quantize_kvcache:
+                shape = _batch_shape(config, mesh, prompts)
+                print(describe_cache(model, shape.rows, shape.prompt_length + shape.max_new_tokens), file=notes)
             print(describe_speed(speed), file=notes)
 
 
@@ -153,13 +159,11 @@ def continue_prompts(
         show(rows)
         return rows, None
     end_ids = () if config.decode.ignore_eos else _end_ids(config, build_tokenizer(config.data))
-    length = padded_length(max(len(prompt.ids) for prompt in prompts))
-    num_rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
-    shape = BatchShape(num_rows, length, config.decode.max_new_tokens)
-    with use_mesh(mesh, rules_for_rows(config, mesh, num_rows), config.compute.matmul_precision):
+    shape = _batch_shape(config, mesh, prompts)
+    with use_mesh(mesh, rules_for_rows(config, mesh, shape.rows), config.compute.matmul_precision):
         generator = Generator(Programs(model, build_sampler(config.decode), end_ids, shape), params)
-        for first in range(0, len(rows), num_rows):
-            batch = rows[first : first + num_rows]
+        for first in range(0, len(rows), shape.rows):
+            batch = rows[first : first + shape.rows]
             for drawn in generator.stream([row.prompt.ids for row in batch], first):
                 _grow(batch, drawn, config.decode.max_new_tokens)
                 show(rows)
@@ -173,6 +177,12 @@ def describe_speed(speed: Speed) -> str:
     if speed.decode_tokens:
         decode += f", {speed.decode_tokens / speed.decode_seconds:,.1f} tokens/s"
     return f"{prefill}; {decode}; compiling: {speed.compile_seconds:.1f} s"
+
+
+def _batch_shape(config: Config, mesh: Mesh, prompts: Sequence[Prompt]) -> BatchShape:
+    """Returns the rows that run at once, and room for the longest prompt and its new tokens."""
+    rows = min(len(prompts), max(1, math.ceil(config.data.per_device_batch_size * mesh.size)))
+    return BatchShape(rows, padded_length(max(len(prompt.ids) for prompt in prompts)), config.decode.max_new_tokens)
 
 
 def _end_ids(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -16,17 +16,22 @@ from maxlite.estimate.compile import CompiledProgram, Target, compile_traced
 from maxlite.model.build import Model
 from maxlite.parallel.mesh import build_mesh
 from maxlite.parallel.sharding import use_mesh
+from maxlite.train.state import device_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeWork:
-    """prefill, step: compiled. rows: of all devices, one new token each a step. prompt_tokens: of a prefill."""
+    """prefill, step: compiled. rows: of all devices, one new token each a step. prompt_tokens: of a prefill.
+
+    cache: bytes on a device, of the tokens and all that layers remember of them.
+    """
 
     mesh: Mesh
     model: Model
     params: Any
     rows: int
     prompt_tokens: int
+    cache: int
     prefill: CompiledProgram
     step: CompiledProgram
 
@@ -55,7 +60,9 @@ def compile_decode(config: Config, target: Target) -> DecodeWork:
         step = jax.jit(programs.step, donate_argnums=1, out_shardings=(placed, None))
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         compiled = compile_traced("decode_step", step.trace(params, state, count), target)
-    return DecodeWork(mesh, model, params, rows, rows * shape.prompt_length, prefill, compiled)
+    return DecodeWork(
+        mesh, model, params, rows, rows * shape.prompt_length, device_bytes(state.cache), prefill, compiled
+    )
 
 
 def _state(prefill: CompiledProgram, everywhere: NamedSharding) -> Any:

@@ -65,7 +65,7 @@ def _fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]:
 
 def _state_bytes(setup: Setup) -> int:
     """Of a device: parameters, optimizer state and gradients."""
-    return device_bytes(setup.abstract) + device_bytes(setup.abstract.params)
+    return device_bytes(setup.abstract) + device_bytes(setup.abstract_gradients)
 
 
 def _optimizer_fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]:
@@ -87,7 +87,7 @@ def _optimizer_fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]:
 
 
 def _activation_fixes(config: Config, setup: Setup, need: Need) -> Iterator[Fix]:
-    gradients = device_bytes(setup.abstract.params)
+    gradients = device_bytes(setup.abstract_gradients)
     activations = max(need.temporaries - gradients, 0)
     parts = config.train.gradient_accumulation_steps
     here = setup.rows // num_parts(mesh_axes("batch", setup.rules), setup.mesh) // parts

@@ -52,10 +52,9 @@ def program_memory(compiled: jax.stages.Compiled) -> ProgramMemory:
     )
 
 
-def whole_state(state: TrainState) -> StateBytes:
-    """Bytes of a state over all devices; gradients are as large as the parameters."""
-    parameters = _bytes(state.params)
-    return StateBytes(parameters, parameters, _bytes(state.opt_state))
+def whole_state(state: TrainState, gradients: Any) -> StateBytes:
+    """Bytes of a state and its gradients over all devices."""
+    return StateBytes(_bytes(state.params), _bytes(gradients), _bytes(state.opt_state))
 
 
 def bytes_needed(message: str) -> float | None:

@@ -61,7 +61,10 @@ class ProgramReport:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """parameters, gradients, optimizer, optimizer_on_host, available: bytes on a device; available: None if unknown."""
+    """parameters, gradients, optimizer, optimizer_on_host, cache, available: bytes on a device.
+
+    cache: of decoding. available: None if unknown.
+    """
 
     device_kind: str
     num_devices: int
@@ -73,6 +76,7 @@ class Estimate:
     gradients: int
     optimizer: int
     optimizer_on_host: int
+    cache: int
     available: float | None
     peak_tflops: float | None
     programs: tuple[ProgramReport, ...]
@@ -116,13 +120,14 @@ def estimate_training(config: Config, target: Target) -> tuple[Estimate, Setup, 
         num_parameters=setup.model.num_parameters,
         tokens=setup.work.padded_tokens,
         parameters=device_bytes(state.params),
-        gradients=device_bytes(state.params),
+        gradients=device_bytes(setup.abstract_gradients),
         optimizer=device_bytes(state.opt_state),
         optimizer_on_host=host_bytes(state.opt_state),
+        cache=0,
         available=available,
         peak_tflops=None if rates is None else rates.flops / 1e12,
         programs=(report,),
-        zero=tuple(zero_table(whole_state(state), len(devices))),
+        zero=tuple(zero_table(whole_state(state, setup.abstract_gradients), len(devices))),
         fixes=tuple(fixes),
     )
     return estimate, setup, program
@@ -153,6 +158,7 @@ def run_decode_estimate(config: Config) -> Estimate:
         gradients=0,
         optimizer=0,
         optimizer_on_host=0,
+        cache=work.cache,
         available=_available(target),
         peak_tflops=None if rates is None else rates.flops / 1e12,
         programs=programs,

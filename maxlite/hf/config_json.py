@@ -8,10 +8,13 @@ from maxlite.config.check_model import MODEL_CHECKS
 from maxlite.config.layers import layer_specs
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import ConversionError
+from maxlite.hf.compressed_json import METHOD as COMPRESSED
+from maxlite.hf.compressed_json import ROUNDED_INPUTS
 from maxlite.hf.families import BY_MODEL_TYPE, BY_WRAPPER, FAMILIES
 from maxlite.hf.family_canonical import canonical, default_config
-from maxlite.hf.family_fields import ConfigReader, Json, ModelKeys, is_count
+from maxlite.hf.family_fields import ConfigReader, Json, ModelKeys
 from maxlite.hf.family_lines import Family
+from maxlite.hf.quantization_json import quantization_method, quantization_problems
 
 # Keys that say nothing about what the model computes, in any family.
 IGNORED_KEYS = frozenset(
@@ -67,12 +70,6 @@ _WRAPPER_KEYS = frozenset(
 )
 # Keys that may stand in any file, but with one value only.
 _MUST_BE = {"is_encoder_decoder": (False,), "chunk_size_feed_forward": (0,), "add_cross_attention": (False,)}
-# dequantize says what transformers would make of the weights; here they become floats in any case.
-_FP8_KEYS = frozenset(
-    {"quant_method", "activation_scheme", "fmt", "weight_block_size", "scale_fmt", "modules_to_not_convert"}
-    | {"modules_to_convert", "dequantize", "expert_dtype"}
-)
-_MXFP4_KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 
 
 def read_config(json: Mapping[str, Any], where: str) -> tuple[Family, ModelKeys]:
@@ -98,7 +95,7 @@ def read_config(json: Mapping[str, Any], where: str) -> tuple[Family, ModelKeys]
         "what the model computes."
         for name in reader.unasked(IGNORED_KEYS | family.ignored_keys)
     ]
-    problems += _quantization_problems(json, where)
+    problems += quantization_problems(json, where)
     if not problems:
         model = canonical(ModelConfig(**keys))
         config = dataclasses.replace(default_config(), model=model)
@@ -106,7 +103,8 @@ def read_config(json: Mapping[str, Any], where: str) -> tuple[Family, ModelKeys]
         keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     if problems:
         raise ConversionError("\n".join(dict.fromkeys(problems)))
-    table = dataclasses.replace(family.table, ignored=(*family.table.ignored, *reader.ignored))
+    left_out = (*reader.ignored, *([ROUNDED_INPUTS] if quantization_method(json) == COMPRESSED else []))
+    table = dataclasses.replace(family.table, ignored=(*family.table.ignored, *left_out))
     return dataclasses.replace(family, table=table), keys
 
 
@@ -172,12 +170,6 @@ def inexpressible_keys(family: Family, model: ModelConfig) -> list[str]:
     ]
 
 
-def quantization_method(json: Mapping[str, Any]) -> str | None:
-    """Returns how the weights of a folder are stored: fp8 in blocks, mxfp4, or None as they are."""
-    quantization = json.get("quantization_config")
-    return quantization["quant_method"] if isinstance(quantization, dict) else None
-
-
 def _choose_family(json: Mapping[str, Any], where: str) -> tuple[Family, Mapping[str, Any], list[str]]:
     """The family, the object with the text model's keys, and what is wrong around it."""
     kind = json.get("model_type")
@@ -211,34 +203,6 @@ def _choose_family(json: Mapping[str, Any], where: str) -> tuple[Family, Mapping
         listed = " or ".join(sorted(name for name in allowed if name))
         problems.append(f"{where}: architectures={given!r} is not supported for model_type {kind}; it may be {listed}.")
     return family, text, problems
-
-
-def _quantization_problems(json: Mapping[str, Any], where: str) -> list[str]:
-    """What is wrong with quantization_config: a method or a form that maxlite cannot undo."""
-    given = json.get("quantization_config")
-    if given is None:
-        return []
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or method not in ("fp8", "mxfp4"):
-        return [f"{where}: quantization_config.quant_method={method!r} is not supported; it may be fp8 or mxfp4."]
-    problems = [
-        f"{where}: quantization_config.{name}={given[name]!r} is not known for {method}."
-        for name in sorted(given.keys() - (_FP8_KEYS if method == "fp8" else _MXFP4_KEYS))
-    ]
-    block = given.get("weight_block_size")
-    if method == "fp8" and not (isinstance(block, list) and len(block) == 2 and all(is_count(n) and n for n in block)):
-        problems.append(
-            f"{where}: quantization_config.weight_block_size={block!r} is not supported; it may be a block's rows and "
-            "columns, as in [128, 128]."
-        )
-    for name, allowed in (("fmt", "e4m3"), ("expert_dtype", "fp8"), ("modules_to_convert", None)):
-        if method == "fp8" and given.get(name, allowed) != allowed:
-            problems.append(
-                f"{where}: quantization_config.{name}={given[name]!r} is not supported; it may be {allowed}."
-            )
-    if method == "mxfp4" and json.get("model_type") != "gpt_oss":
-        problems.append(f"{where}: quantization_config.quant_method='mxfp4' is supported for model_type gpt_oss only.")
-    return problems
 
 
 def _written(family: Family, model: ModelConfig) -> Json:

@@ -1,11 +1,10 @@
 """Hugging Face folder -> run, and run -> Hugging Face folder. Each is made whole or not at all."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 
 from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.restore import parameter_reader
+from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.config.load import dump_config, dump_model
 from maxlite.config.schema import Config, ModelConfig
 from maxlite.data.json_files import read_json, write_json
@@ -20,16 +20,25 @@ from maxlite.data.model_folder import ORIGINALS
 from maxlite.data.tokenizer import build_tokenizer
 from maxlite.data.tokenizer_files import write_byte_tokenizer
 from maxlite.errors import CheckpointError, ConversionError
+from maxlite.hf.compressed_export import (
+    compressed_tensors,
+    describe_compressed,
+    plan_compressed,
+    remarks,
+    write_compressed,
+)
 from maxlite.hf.config_json import IGNORED_KEYS, family_for, inexpressible_keys, write_config
 from maxlite.hf.families import BY_MODEL_TYPE
 from maxlite.hf.family_lines import Family
 from maxlite.hf.folder import CONFIG, GENERATION_CONFIG, ModelFolder
+from maxlite.hf.kernels import kernel_reader, plain_model
 from maxlite.hf.load import load_folder, plan_of
-from maxlite.hf.plan import Plan
-from maxlite.hf.run_files import keep_files, keep_tokenizer, run_of
-from maxlite.hf.writer import new_folder, new_tensors, write_tensors
+from maxlite.hf.plan import Plan, natural_order
+from maxlite.hf.run_files import config_of_run, keep_adapter_config, keep_files, keep_tokenizer, run_of
+from maxlite.hf.shards import make_shards
+from maxlite.hf.writer import fill_tensors, new_folder, new_tensors
 from maxlite.metrics.byte_progress import ByteProgress
-from maxlite.model.build import Model, build_model
+from maxlite.model.build import Model, Params, build_model
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of the folder that a run came from which say something of that folder's files, and not of the model.
@@ -39,17 +48,33 @@ _NOT_KEPT = frozenset(
 )
 
 
-def import_folder(folder: ModelFolder, config: Config, destination: Path, notes: TextIO = sys.stdout) -> Model:
+class Adapters(NamedTuple):
+    """Adapters that come from a folder of their own. arrays: path of a parameter -> its value."""
+
+    folder: Path
+    arrays: Mapping[str, np.ndarray]
+
+
+def import_folder(
+    folder: ModelFolder,
+    config: Config,
+    destination: Path,
+    notes: TextIO = sys.stdout,
+    adapters: Adapters | None = None,
+) -> Model:
     """Makes a run whose step 0 has the parameters of `folder`.
 
     config: with the architecture of the folder; weight_dtype is that of the checkpoint.
+    adapters: all that the model has; None lets them begin anew.
 
     Raises:
         ConversionError: the folder can't be converted, or the destination exists.
     """
     model = build_model(config.model, config.compute)
     with new_folder(destination) as unfinished:
-        params = load_folder(folder, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params), notes)
+        params = _read_folder(folder, model, notes, adapters)
+        if adapters is not None:
+            keep_adapter_config(adapters.folder, unfinished)
         checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
         try:
             checkpointer = Checkpointer(unfinished, checkpoint, lean=True)
@@ -59,8 +84,9 @@ def import_folder(folder: ModelFolder, config: Config, destination: Path, notes:
             # What that says of other steps and of training means nothing here.
             raise ConversionError(f"{destination} could not be written: {str(error).splitlines()[0]}") from error
         keep_files(folder.path, unfinished)
-        (unfinished / "model.yml").write_text(dump_model(config, f"{folder.path.resolve().name}, converted"))
-        (unfinished / "config.yml").write_text(dump_config(_config_of_run(config, folder, destination)))
+        name = folder.path.resolve().name
+        (unfinished / "model.yml").write_text(dump_model(config, f"{name}, converted"))
+        (unfinished / "config.yml").write_text(dump_config(config_of_run(config, destination, name)))
     return model
 
 
@@ -68,6 +94,8 @@ def export_run(
     config: Config, source: Path, destination: Path, max_shard_bytes: int, notes: TextIO = sys.stdout
 ) -> Model:
     """Writes the parameters of a run (or of RUN/checkpoints/<n>) as a folder that transformers opens.
+
+    Kernels that are stored in few bits stay so, in the form of compressed-tensors; adapters are merged.
 
     config: the run's; weight_dtype is that of the files.
 
@@ -78,35 +106,33 @@ def export_run(
     run, model = run_of(source), build_model(config.model, config.compute)
     original = _original_config(run)
     family = export_family(original, config.model)
-    plan = plan_of(family.table, model)
-    described = _describe(family, config, original)
+    plan = plan_compressed(plan_of(family.table, plain_model(model)), model)
+    described = {**_describe(family, config, original), **describe_compressed(plan)}
+    for line in remarks(plan):
+        print(line, file=notes)
     with new_folder(destination) as unfinished:
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding()), model.abstract_params
-        )
-        read = parameter_reader(source, abstract)
-        tensors = new_tensors(plan, None)
+        read = parameter_reader(source, host_abstract(model))
+        tensors = [*new_tensors(plan.plain, None), *compressed_tensors(plan)]
+        tensors.sort(key=lambda tensor: natural_order(tensor.name))
         with ByteProgress(f"Write {destination}", sum(tensor.nbytes for tensor in tensors), notes) as progress:
-
-            def fetch(name: str) -> np.ndarray:
-                return np.asarray(read(name))
-
-            write_tensors(plan, fetch, unfinished, tensors, progress, max_shard_bytes)
+            locations = make_shards(unfinished, tensors, max_shard_bytes)
+            fill_tensors(plan.plain, kernel_reader(model, read), locations, tensors, progress)
+            write_compressed(plan, read, locations, progress)
         write_json(unfinished / CONFIG, described)
         write_json(unfinished / GENERATION_CONFIG, _generation_config(run, described))
         _write_tokenizer(config, run, unfinished)
-    return model
+    return plain_model(model)
 
 
 def import_plan(folder: ModelFolder, config: Config) -> Plan:
     """Returns which tensors hold which parameters, for a folder."""
-    return plan_of(folder.family.table, build_model(config.model, config.compute))
+    return plan_of(folder.family.table, plain_model(build_model(config.model, config.compute)))
 
 
 def export_plan(config: Config, source: Path) -> Plan:
     """Returns which tensors hold which parameters, for a run."""
     family = export_family(_original_config(run_of(source)), config.model)
-    return plan_of(family.table, build_model(config.model, config.compute))
+    return plan_of(family.table, plain_model(build_model(config.model, config.compute)))
 
 
 def export_family(original: Mapping[str, Any], model: ModelConfig) -> Family:
@@ -129,25 +155,26 @@ def host_sharding() -> jax.sharding.SingleDeviceSharding:
     return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
 
 
+def host_abstract(model: Model) -> Params:
+    """Returns the parameters' shapes and dtypes, in the host's memory."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding()), model.abstract_params
+    )
+
+
+def _read_folder(folder: ModelFolder, model: Model, notes: TextIO, adapters: Adapters | None) -> Params:
+    if adapters is None:
+        return load_folder(folder, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params), notes)
+    base = build_model(model.config, dataclasses.replace(model.compute, lora_rank=0))
+    params = load_folder(folder, base, jax.tree.map(lambda _: host_sharding(), base.abstract_params), notes)
+    dtype = jnp.dtype(model.compute.weight_dtype)
+    return nested(leaf_paths(params) | {path: jnp.asarray(value, dtype) for path, value in adapters.arrays.items()})
+
+
 def _original_config(run: Path) -> dict[str, Any]:
     """config.json of the folder that the run was imported from; empty if there is none."""
     file = run / ORIGINALS / CONFIG
     return read_json(file, ConversionError) if file.is_file() else {}
-
-
-def _config_of_run(config: Config, folder: ModelFolder, destination: Path) -> Config:
-    """What the run's own config.yml says: itself in place of the folder that it came from."""
-    given = Path(os.path.abspath(destination.expanduser()))
-    run = dataclasses.replace(
-        config.run, model=folder.path.resolve().name, run_name=given.name, base_output_directory=str(given.parent)
-    )
-    tokenizer = None if config.data.tokenizer_path is None else str(given)
-    return dataclasses.replace(
-        config,
-        run=run,
-        checkpoint=dataclasses.replace(config.checkpoint, load_hf=None),
-        data=dataclasses.replace(config.data, tokenizer_path=tokenizer),
-    )
 
 
 def _describe(family: Family, config: Config, original: Mapping[str, Any]) -> dict[str, Any]:

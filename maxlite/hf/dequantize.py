@@ -22,7 +22,7 @@ _FLOAT = np.dtype(np.float32)
 _BFLOAT = np.dtype(ml_dtypes.bfloat16)
 
 # Every byte's value, or two values: looking them up is several times faster than converting.
-_FP8_VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(_FLOAT)
+FP8_VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(_FLOAT)
 _FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], _FLOAT)
 _FP4_PAIRS = np.stack([np.tile(_FP4_VALUES, 16), np.repeat(_FP4_VALUES, 16)], axis=-1).view(np.uint64)[:, 0]
 _POWERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(_FLOAT)
@@ -94,7 +94,7 @@ class Fp8Source:
             return stored
         (start, stop), (left, right) = box
         height, width = self._block
-        values = np.take(_FP8_VALUES, stored.view(np.uint8), mode="clip")
+        values = np.take(FP8_VALUES, stored.view(np.uint8), mode="clip")
         first, before = start // height, left // width
         blocks = ((first, -(-stop // height)), (before, -(-right // width)))
         scales = self._source.part(name + _SCALE, blocks).astype(_FLOAT)

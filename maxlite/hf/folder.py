@@ -8,10 +8,14 @@ from typing import Any
 from maxlite.data.gguf_header import is_gguf
 from maxlite.data.json_files import read_json
 from maxlite.errors import ConversionError
-from maxlite.hf.config_json import quantization_method, read_config
+from maxlite.hf.compressed import CompressedSource
+from maxlite.hf.compressed_json import METHOD as COMPRESSED
+from maxlite.hf.compressed_json import read_schemes, rounds_activations
+from maxlite.hf.config_json import read_config
 from maxlite.hf.dequantize import dequantize
 from maxlite.hf.family_lines import Family
 from maxlite.hf.gguf import open_gguf, read_json_files
+from maxlite.hf.quantization_json import quantization_method
 from maxlite.hf.safetensors import SafetensorsSource
 from maxlite.hf.source import Respelled, Source
 
@@ -44,6 +48,13 @@ class ModelFolder:
     family: Family
     keys: Mapping[str, Any]
 
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on what the model does differently here, whatever its keys say."""
+        if quantization_method(self.config) != COMPRESSED or not rounds_activations(self.config["quantization_config"]):
+            return []
+        return [f"Activations stay as they are; {self.path} would have them rounded to few bits too."]
+
     def open_tensors(self) -> Source:
         """Returns the tensors, under the family's names and as floats, however they are stored.
 
@@ -53,8 +64,11 @@ class ModelFolder:
         if is_gguf(self.path):
             return Respelled(open_gguf(self.path), self.family.table.spellings)
         source = Respelled(SafetensorsSource(self.path), self.family.table.spellings)
-        if quantization_method(self.config) is None:
+        method = quantization_method(self.config)
+        if method is None:
             return source
+        if method == COMPRESSED:
+            return CompressedSource(source, read_schemes(self.config["quantization_config"]))
         return dequantize(source, self.config["quantization_config"])
 
 

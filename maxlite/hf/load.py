@@ -1,6 +1,7 @@
 """Parameters of a model, wherever they are: a run, a checkpoint, or a Hugging Face folder."""
 
 import dataclasses
+import functools
 import io
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from maxlite.checkpoint.restore import restore_parameters
-from maxlite.checkpoint.tree import leaf_paths
+from maxlite.checkpoint.report import RestoreReport
+from maxlite.checkpoint.restore import parameter_reader, parameter_shapes, restore_parameters
+from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.config.layers import layer_groups, layer_places
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.boxes import Box
+from maxlite.hf.equip_load import Intake, check_forms
 from maxlite.hf.folder import ModelFolder, is_model_folder, read_folder
 from maxlite.hf.plan import Plan, Skipped, check_tensors, plan_tensors
 from maxlite.hf.reader import num_bytes, read_parameters
@@ -25,27 +28,40 @@ from maxlite.model.build import Model, Params
 from maxlite.processes.group import is_primary, num_processes, on_primary, process_index, together
 
 
-def load_parameters(path: str | Path, model: Model, shardings: Params, notes: TextIO = sys.stdout) -> Params:
+def load_parameters(
+    path: str | Path, model: Model, shardings: Params, notes: TextIO = sys.stdout, seed: int = 0
+) -> Params:
     """Returns the parameters at `path`, each in its sharding and in the dtype that `model` has for it.
+
+    Where the model stores kernels in few bits and the source has floats, these are rounded to nearest.
 
     path: a run directory, RUN/checkpoints/<n>, or a Hugging Face folder.
     notes: where a line about what was read goes, and a bar if it is a terminal.
+    seed: of adapters that the model has and the source has not.
 
     Raises:
         CheckpointError, ConversionError: there are none, or they are another model's.
     """
     if is_model_folder(path):
-        return load_folder(read_folder(path), model, shardings, notes)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.abstract_params,
-        shardings,
-    )
+        return load_folder(read_folder(path), model, shardings, notes, seed)
     notes = notes if is_primary() else io.StringIO()
-    return restore_parameters(path, abstract, lambda report: print(report.line(), file=notes))
+    saved = parameter_shapes(path)
+    check_forms(saved, model, path)
+    intake = Intake(model, shardings, saved)
+    found: dict[str, jax.Array] = {}
+    if intake.rounded:
+        read = parameter_reader(path, nested(intake.wanted))
+        for name in intake.wanted:
+            found.update(intake.take(name, read(name)))
+    else:
+        report = functools.partial(_print_report, notes)
+        found = leaf_paths(restore_parameters(path, nested(intake.wanted), report))
+    return _complete(intake, found, notes, path, seed)
 
 
-def load_folder(folder: ModelFolder, model: Model, shardings: Params, notes: TextIO = sys.stdout) -> Params:
+def load_folder(
+    folder: ModelFolder, model: Model, shardings: Params, notes: TextIO = sys.stdout, seed: int = 0
+) -> Params:
     """Returns the parameters of a Hugging Face folder, as load_parameters.
 
     Each process reads and holds only what its devices do, but for one tensor: where a folder has a copy of the
@@ -55,28 +71,44 @@ def load_folder(folder: ModelFolder, model: Model, shardings: Params, notes: Tex
         ConversionError: names every tensor that is missing, not known or misshapen, or the file that is damaged.
     """
     notes = notes if is_primary() else io.StringIO()
-    plan, source = plan_of(folder.family.table, model), together(f"open {folder.path}", folder.open_tensors)
+    intake = Intake(model, shardings, None)
+    plan = plan_tensors(folder.family.table, nested(intake.wanted), layer_places(layer_groups(model.config)))
+    source = together(f"open {folder.path}", folder.open_tensors)
     checked = on_primary(
         f"check {folder.path}", lambda: [dataclasses.astuple(one) for one in check_tensors(plan, source)]
     )
-    for line in (*differing_keys(folder, model.config), *describe_skipped([Skipped(*one) for one in checked])):
+    skipped = describe_skipped([Skipped(*one) for one in checked])
+    for line in (*differing_keys(folder, model.config), *folder.remarks, *skipped):
         print(line, file=notes)
-    placed = leaf_paths(shardings)
-    values = together(f"read {folder.path}", lambda: _read(plan, source, placed, notes))
-    return jax.tree.unflatten(jax.tree.structure(model.abstract_params), values)
+    found = together(f"read {folder.path}", lambda: _read(plan, source, intake, notes))
+    return _complete(intake, found, notes, folder.path, seed)
 
 
-def _read(plan: Plan, source: Source, placed: dict[str, Sharding], notes: TextIO) -> list[jax.Array]:
-    """Returns the parameters in the plan's order."""
+def _print_report(notes: TextIO, report: RestoreReport) -> None:
+    print(report.line(), file=notes)
+
+
+def _complete(intake: Intake, found: dict[str, jax.Array], notes: TextIO, path: str | Path, seed: int) -> Params:
+    text = intake.describe()
+    if text is not None:
+        print(f"Of {path}: {text}", file=notes)
+    return intake.complete(found, seed)
+
+
+def _read(plan: Plan, source: Source, intake: Intake, notes: TextIO) -> dict[str, jax.Array]:
+    """Returns the parameters by their paths."""
+    placed = {path: leaf.sharding for path, leaf in intake.wanted.items()}
     own = {path: own_boxes(placed[path], leaf.shape) for path, leaf in plan.parameters.items()}
     boxes = {path: set(parts.values()) for path, parts in own.items()}
-    found = {}
+    found: dict[str, jax.Array] = {}
     part = f", what process {process_index()} of {num_processes()} needs" if num_processes() > 1 else ""
     with ByteProgress(f"Read {source.place}{part}", num_bytes(plan, source, boxes), notes) as progress:
         for path, arrays in read_parameters(plan, source, boxes, progress):
-            found[path] = _place(arrays, own[path], plan.parameters[path].shape, placed[path])
+            array = _place(arrays, own[path], plan.parameters[path].shape, placed[path])
             del arrays
-    return [found[path] for path in plan.parameters]
+            found.update(intake.take(path, array))
+            del array
+    return found
 
 
 def own_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:

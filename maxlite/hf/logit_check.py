@@ -10,16 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlite.checkpoint.restore import parameter_reader
+from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.config.schema import Config
 from maxlite.data.gguf_header import is_gguf
+from maxlite.data.json_files import read_json
 from maxlite.errors import ConversionError
-from maxlite.hf.convert import host_sharding
+from maxlite.hf.compressed_json import METHOD as COMPRESSED
+from maxlite.hf.convert import host_abstract, host_sharding
+from maxlite.hf.folder import CONFIG
+from maxlite.hf.kernels import kernel_reader, plain_model
 from maxlite.hf.load import load_parameters
+from maxlite.hf.quantization_json import quantization_method
 from maxlite.model.build import build_model
 
 LENGTH = 48
 # Logits differ by rounding alone, which grows with their size: this much of their standard deviation is allowed.
 TOLERANCE = 1e-3
+_OPTIONS = {"attn_implementation": "eager", "local_files_only": True}
 
 
 class Difference(NamedTuple):
@@ -33,12 +41,19 @@ class Difference(NamedTuple):
 def compare_with_transformers(config: Config, source: Path, folder: Path) -> Difference:
     """Runs the parameters at `source` here, and those of a Hugging Face `folder` in transformers, both in float32.
 
-    Both are rounded to weight_dtype first, since one of the two may hold more than the other was asked to.
+    Both are rounded to weight_dtype first, since one of the two may hold more than the other was asked to. Kernels
+    in few bits are on both sides what their codes and scales say, and activations are not rounded.
 
     Raises:
         ConversionError: transformers is not installed, or the logits differ by more than rounding.
     """
-    expected = _transformers_logits(folder, _token_ids(config), config.compute.weight_dtype)
+    dtype = config.compute.weight_dtype
+    compressed = not is_gguf(folder) and quantization_method(read_json(folder / CONFIG, ConversionError)) == COMPRESSED
+    if compressed:
+        rounded_to = None if config.compute.weight_quantization else dtype
+        expected = _compressed_logits(folder, _token_ids(config), rounded_to)
+    else:
+        expected = _transformers_logits(folder, _token_ids(config), dtype)
     found = _our_logits(config, source)
     largest = float(np.abs(found - expected).max())
     difference = Difference(largest, float(expected.std()), len(expected))
@@ -59,7 +74,13 @@ def _token_ids(config: Config) -> np.ndarray:
 def _our_logits(config: Config, source: Path) -> np.ndarray:
     compute = dataclasses.replace(config.compute, dtype="float32")
     model = build_model(config.model, compute)
-    params = load_parameters(source, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params))
+    if compute.lora_rank:
+        # As a folder has them: adapters merged into their kernels, which are rounded then.
+        read = kernel_reader(model, parameter_reader(source, host_abstract(model)))
+        model = plain_model(model)
+        params = nested({path: read(path) for path in leaf_paths(model.abstract_params)})
+    else:
+        params = load_parameters(source, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params))
     tokens = jnp.asarray(_token_ids(config)[None], jnp.int32)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
@@ -71,21 +92,47 @@ def _our_logits(config: Config, source: Path) -> np.ndarray:
         return np.asarray(logits(params))
 
 
-def _transformers_logits(folder: Path, ids: np.ndarray, weight_dtype: str) -> np.ndarray:
-    place, options = folder, {}
+def _compressed_logits(folder: Path, ids: np.ndarray, rounded_to: str | None) -> np.ndarray:
+    """rounded_to: what all weights are rounded to once they are floats; None leaves them as they are."""
+    torch, transformers = _torch_and_transformers("compressed_tensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **_OPTIONS).eval()
+    for module in model.modules():
+        module.quantization_enabled = False
+    with torch.no_grad():
+        # The first call makes the weights floats.
+        logits = model(torch.from_numpy(ids)[None]).logits
+        if rounded_to is not None:
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, rounded_to)).float())
+            logits = model(torch.from_numpy(ids)[None]).logits
+    found = logits[0].float().numpy()
+    del model
+    gc.collect()
+    return found
+
+
+def _torch_and_transformers(*others: str) -> tuple[Any, Any]:
+    """Never needed to run maxlite, so they are looked for only when they are asked for; others: what they need."""
     try:
-        # Never needed to run maxlite, so they are looked for only when they are asked for.
-        torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-        if is_gguf(folder):
-            place, options = folder.parent, {"gguf_file": folder.name}
-            # What transformers reads such files with.
-            importlib.import_module("accelerate")
+        for name in others:
+            importlib.import_module(name)
+        return importlib.import_module("torch"), importlib.import_module("transformers")
     except ImportError as error:
         raise ConversionError(
-            f"--check needs torch and transformers, of a GGUF file accelerate too; {error.name} is not installed."
+            "--check needs torch and transformers, of a GGUF file accelerate too, of weights in few bits "
+            f"compressed-tensors; {error.name} is not installed."
         ) from error
+
+
+def _transformers_logits(folder: Path, ids: np.ndarray, weight_dtype: str) -> np.ndarray:
+    place, options, needed = folder, {}, ()
+    if is_gguf(folder):
+        place, options = folder.parent, {"gguf_file": folder.name}
+        # What transformers reads such files with.
+        needed = ("accelerate",)
+    torch, transformers = _torch_and_transformers(*needed)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        place, **options, dtype=getattr(torch, weight_dtype), attn_implementation="eager", local_files_only=True
+        place, dtype=getattr(torch, weight_dtype), **options, **_OPTIONS
     )
     model = model.float().eval()
     with torch.no_grad():

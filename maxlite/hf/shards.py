@@ -51,13 +51,14 @@ def make_shards(folder: Path, tensors: Iterable[NewTensor], max_shard_bytes: int
     locations: dict[str, Location] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        locations |= _make_shard(folder / name, shard)
+        locations |= make_shard(folder / name, shard)
     if len(shards) > 1:
         _write_index(folder / INDEX_FILE, [tensor for shard in shards for tensor in shard], locations)
     return locations
 
 
-def _make_shard(file: Path, tensors: list[NewTensor]) -> dict[str, Location]:
+def make_shard(file: Path, tensors: list[NewTensor]) -> dict[str, Location]:
+    """Makes one file, with header and room for the data, and returns where each tensor's data goes."""
     # Wide dtypes first, so that every tensor begins at a multiple of the size of its elements.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     # What transformers looks for before it reads a file.

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,8 @@ from maxlite.errors import ConversionError
 from maxlite.hf.chunks import Chunk, Progress, build_pool, chunks_to_write, for_chunks, places_in
 from maxlite.hf.copies import copy_values
 from maxlite.hf.plan import Piece, Plan, natural_order
-from maxlite.hf.shards import Location, NewTensor, make_shards
+from maxlite.hf.shards import Location, NewTensor
 
-MAX_SHARD_BYTES = 5 * 10**9
 # Between the destination's name and the number of the process that makes it.
 _UNFINISHED = ".unfinished-"
 
@@ -91,20 +90,18 @@ def new_tensors(plan: Plan, dtype: np.dtype | None) -> list[NewTensor]:
     return [NewTensor(piece.tensor, piece.shape, _dtype_of(piece, plan, dtype)) for piece in pieces]
 
 
-def write_tensors(
+def fill_tensors(
     plan: Plan,
     fetch: Callable[[str], np.ndarray],
-    folder: Path,
+    locations: Mapping[str, Location],
     tensors: list[NewTensor],
     progress: Progress,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes `tensors` (of `new_tensors`) into a folder as safetensors files.
+    """Writes `tensors` (of `new_tensors`) to where `make_shards` has made room for them.
 
     fetch: path -> value of a parameter, called once for each, in the plan's order; not held after it is written.
     progress: called with how many more bytes have been written.
     """
-    locations = make_shards(folder, tensors, max_shard_bytes)
     dtypes = {tensor.name: tensor.dtype for tensor in tensors}
     with build_pool() as pool:
         for paths, pieces in plan.bundles.items():
@@ -129,9 +126,18 @@ def _write_chunk(chunk: Chunk, location: Location, dtype: np.dtype) -> int:
     rows = np.empty(tuple(stop - start for start, stop in chunk.box), dtype)
     for region, view in places_in(chunk):
         copy_values(rows[(*region, ...)], view)
-    buffer = rows.reshape(-1).view(np.uint8).data
-    with location.file.open("r+b", buffering=0) as opened:
-        opened.seek(location.offset + chunk.before * dtype.itemsize)
+    _write_bytes(location.file, location.offset + chunk.before * dtype.itemsize, rows)
+    return rows.nbytes
+
+
+def write_array(location: Location, array: np.ndarray) -> None:
+    """Writes all of a C-contiguous array."""
+    _write_bytes(location.file, location.offset, array)
+
+
+def _write_bytes(file: Path, offset: int, array: np.ndarray) -> None:
+    buffer = array.reshape(-1).view(np.uint8).data
+    with file.open("r+b", buffering=0) as opened:
+        opened.seek(offset)
         while buffer:
             buffer = buffer[opened.write(buffer) :]
-    return rows.nbytes

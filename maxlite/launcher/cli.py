@@ -92,27 +92,48 @@ def compile_step(config: ConfigArgument, overrides: Overrides = None, json_outpu
 @app.command("convert-hf", context_settings=KEYS_WITH_DASHES)
 def convert_hf(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a GGUF file, a run or its checkpoint.")
+        str, typer.Argument(metavar="SRC", help="A Hugging Face folder, GGUF file, PEFT's adapters, a run or a step.")
     ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="DST [KEY=VALUE]...", help="A new folder; weight_dtype= is its dtype.")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print every tensor, its transform and shapes.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compare logits with transformers, if installed.")] = False,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Of a run with adapters: only these, for PEFT.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of an export.")] = "5GB",
 ) -> None:
-    """Convert a Hugging Face folder or GGUF file to a run, or a run to a Hugging Face folder."""
+    """Convert a Hugging Face folder, GGUF file or PEFT adapters to a run, or a run to such a folder."""
     from maxlite.hf.folder import is_model_folder, read_folder
-
-    if is_model_folder(source):
-        # What is wrong with config.json shows before jax is loaded.
-        read_folder(source)
-    from maxlite.launcher.convert import convert
+    from maxlite.hf.peft_json import is_adapter_folder
 
     given = arguments or []
     destination = given[0] if given and "=" not in given[0] else None
     overrides = given[1:] if destination else given
+    if is_model_folder(source):
+        # What is wrong with config.json shows before jax is loaded.
+        read_folder(source)
+    if adapters or is_adapter_folder(source):
+        from maxlite.launcher.adapters import convert_adapters
+
+        convert_adapters(source, destination, overrides)
+        return
+    from maxlite.launcher.convert import convert
+
     convert(source, destination, overrides, max_shard_size, {"explain": explain, "check": check})
+
+
+@app.command(context_settings=KEYS_WITH_DASHES)
+def quantize(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_HF", help="A run, its checkpoint, a Hugging Face folder or a GGUF file.")
+    ],
+    destination: Annotated[str, typer.Argument(metavar="OUT", help="The run to make.")],
+    overrides: Overrides = None,
+) -> None:
+    """Store a model's weights in few bits (method=int8, int4, nf4, fp8, gptq or awq) and report what that costs."""
+    from maxlite.launcher.quantize import quantize as quantize_run
+
+    quantize_run(source, destination, overrides or [])
 
 
 @app.command("config", context_settings=KEYS_WITH_DASHES)

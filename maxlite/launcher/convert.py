@@ -12,11 +12,11 @@ from rich.table import Table
 from maxlite.config.load import load_config
 from maxlite.config.schema import Config
 from maxlite.errors import ConfigError, ConversionError
-from maxlite.hf.config_json import quantization_method
 from maxlite.hf.convert import export_plan, export_run, import_folder, import_plan
 from maxlite.hf.folder import ModelFolder, is_model_folder, read_folder
 from maxlite.hf.logit_check import compare_with_transformers
 from maxlite.hf.plan import Plan, explain
+from maxlite.hf.quantization_json import quantization_method
 from maxlite.hf.run_files import run_of
 from maxlite.hf.writer import check_new
 from maxlite.launcher.resolve import folder_keys
@@ -97,6 +97,10 @@ def _export(
     require_one_process("convert-hf")
     if flags["explain"]:
         print_plan(export_plan(config, source))
+        if config.compute.weight_quantization is not None and not config.compute.lora_rank:
+            print(
+                "A kernel that is stored in few bits is written as its codes and scales: NAME_packed, NAME_scale, ..."
+            )
     if destination is None:
         return
     model = export_run(config, source, Path(destination), max_shard_bytes)

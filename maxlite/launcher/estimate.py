@@ -101,10 +101,12 @@ def _memory_table(estimate: Estimate) -> Table:
         rows.append(("optimizer", [estimate.optimizer]))
     if estimate.optimizer_on_host:
         rows.append(("optimizer, on the host", [estimate.optimizer_on_host]))
+    if estimate.cache:
+        rows.append(("cache", [estimate.cache] * len(estimate.programs)))
     state = estimate.parameters + estimate.optimizer
     memories = [report.memory for report in estimate.programs]
     rows += [
-        ("batch, cache and results", [m and max(m.arguments - state, 0) + m.results for m in memories]),
+        ("batch and results", [m and max(m.arguments - state + m.results - estimate.cache, 0) for m in memories]),
         ("activations and gradients", [m and m.temporaries for m in memories]),
         ("program", [m and m.code for m in memories]),
         ("[bold]peak[/bold]", [report.needed for report in estimate.programs]),

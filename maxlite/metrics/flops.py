@@ -4,10 +4,11 @@
     attention: 6 x N x (key width + value width) x B x pairs, summed over the layers with scores
     memory:    18 x value heads x key width x value width x tokens, summed over the gated_delta_net layers
 
-All hold two FLOP for each multiply-add, and the backward pass at twice the forward's. Matmul parameters are those of
-attention's projections (latent ones included), the gated MLP, the router, the experts that a token is sent to, the
-shared expert and the output matrix; the output matrix counts the same when it is the embedding's, and the embedding's
-look-up counts nothing. Tokens count padding too, since it is computed like any token. `pairs` is
+All hold two FLOP for each multiply-add, and the backward pass at twice the forward's. Where adapters alone train, the
+weights count 4 instead of 6, having no gradients of their own, and the adapters 6 beside them. Matmul parameters are
+those of attention's projections (latent ones included), the gated MLP, the router, the experts that a token is sent
+to, the shared expert and the output matrix; the output matrix counts the same when it is the embedding's, and the
+embedding's look-up counts nothing. Tokens count padding too, since it is computed like any token. `pairs` is
 `attention_pairs`. A memory is read, written to and read again, each at the cost of its size; its convolutions count as
 weights. What the backward pass recomputes (remat_policy), norms, activations, the softmax and the optimizer
 are not counted: the count is the model's, not the program's.
@@ -39,15 +40,16 @@ class StepFlops:
         return self.weight_flops + self.attention_flops
 
 
-def train_step_flops(model: ModelConfig, rows: int, length: int) -> StepFlops:
+def train_step_flops(model: ModelConfig, rows: int, length: int, adapters: int = 0) -> StepFlops:
     """Counts one training step over all devices and micro-batches.
 
     rows: B, rows in the step.
     length: T, tokens in a row.
+    adapters: parameters of adapters that a token is multiplied with; with them nothing else trains.
     """
     forward = sum(_attention_flops(model, spec.attention, length) for spec in layer_specs(model))
     return StepFlops(
-        weight_flops=6 * matmul_parameters(model) * rows * length,
+        weight_flops=((4 if adapters else 6) * matmul_parameters(model) + 6 * adapters) * rows * length,
         attention_flops=3 * forward * rows,
     )
 

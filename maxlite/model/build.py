@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxlite.config.compute_schema import ComputeConfig
 from maxlite.config.layers import LayerSpec, layer_groups, layer_specs
-from maxlite.config.schema import ComputeConfig, LogicalAxisRules, ModelConfig
+from maxlite.config.schema import LogicalAxisRules, ModelConfig
 from maxlite.errors import ConfigError
 from maxlite.model.block import ATTENTION
+from maxlite.model.equip import ADAPTER_NAMES, Product, check_matches
 from maxlite.model.stack import take_apart, unstack
 from maxlite.model.transformer import Output, Transformer
 from maxlite.nn.cache import Cache
@@ -31,6 +33,8 @@ class Model:
     abstract_params: nested dict of ShapeDtypeStruct; the weights of a layer group are stacked over its repeats.
     logical_axes: nested dict of the same tree, the names of each weight's dimensions.
     decays: nested dict of the same tree, whether weight decay shrinks each.
+    trainable: nested dict of the same tree, whether training changes each: with adapters only these.
+    products: of all layers, and what each has besides its kernel.
     """
 
     config: ModelConfig
@@ -38,22 +42,22 @@ class Model:
     abstract_params: Params
     logical_axes: Params
     decays: Params
+    trainable: Params
+    products: tuple[Product, ...]
     graphdef: Any
 
     @property
     def num_parameters(self) -> int:
         """Number of weights."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params))
+        return sum(size for size, _ in self._sizes())
 
     @property
     def num_active_parameters(self) -> int:
         """Number of weights that act on one token: of the experts' those that it is sent to."""
-        axes = jax.tree.leaves(self.logical_axes, is_leaf=lambda node: isinstance(node, tuple))
         total = 0
-        for leaf, names in zip(jax.tree.leaves(self.abstract_params), axes, strict=True):
+        for size, names in self._sizes():
             # What an expert owns has the experts first; the router has them last.
             of_expert = "exp" in names[:-1]
-            size = math.prod(leaf.shape)
             total += size * self.config.num_experts_per_tok // self.config.num_experts if of_expert else size
         return total
 
@@ -85,7 +89,7 @@ class Model:
         """Returns an empty cache of `length` slots a row; unstacked to go with `unstack`ed parameters."""
 
         def layer(spec: LayerSpec) -> Any:
-            return ATTENTION[spec.attention].init_cache(spec, self.config, self.compute.dtype, batch, length)
+            return ATTENTION[spec.attention].init_cache(spec, self.config, self.compute, batch, length)
 
         layers: dict[str, Any] = {}
         for index, group in enumerate(layer_groups(self.config)):
@@ -121,6 +125,17 @@ class Model:
             raise ConfigError("\n".join(named + problems))
         return shardings
 
+    def _sizes(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:
+        """Numbers of weights and the logical axes of each array; a kernel counts alike however it is stored."""
+        stored = [product for product in self.products if product.equipment.stored is not None]
+        for product in stored:
+            yield product.repeats * math.prod(product.shape), ("layers", *product.axes)
+        left_out = {f"{product.params_path}/{name}" for product in stored for name in ("codes", "scale")}
+        axes = jax.tree.leaves(self.logical_axes, is_leaf=lambda node: isinstance(node, tuple))
+        for (path, leaf), names in zip(jax.tree_util.tree_leaves_with_path(self.abstract_params), axes, strict=True):
+            if "/".join(step.key for step in path) not in left_out:
+                yield math.prod(leaf.shape), names
+
     def _repeats(self) -> dict[str, int]:
         return {f"group_{index}": group.repeats for index, group in enumerate(layer_groups(self.config))}
 
@@ -129,20 +144,27 @@ def build_model(model: ModelConfig, compute: ComputeConfig, platform: str | None
     """Builds the handle of a model without making any array; `dtype=auto` becomes what the platform likes.
 
     platform: of the devices that it will run on; None is the default device's.
+
+    Raises:
+        ConfigError: a regular expression of quantization or adapters matches no product of the layers.
     """
     compute = dataclasses.replace(compute, dtype=resolve_dtype(compute.dtype, platform))
     # Not by tracing `init`, which takes ten times as long; a test holds the two together.
-    graphdef, state = nnx.split(Transformer(model, compute, rngs=None))
+    transformer = Transformer(model, compute, rngs=None)
+    products = transformer.products()
+    check_matches(products, compute)
+    graphdef, state = nnx.split(transformer)
     variables = nnx.to_flat_state(state)
-    abstract, axes, decays = {}, {}, {}
+    abstract, axes, decays, trainable = {}, {}, {}, {}
     for path, variable in variables:
         shape = variable.get_raw_value()
         names = variable.get_metadata()["axes"]
         _put(decays, path, variable.get_metadata()["decays"])
+        _put(trainable, path, not compute.lora_rank or path[-1] in ADAPTER_NAMES)
         _put(abstract, path, shape)
         # Inside a group every weight has the repeats as its first dimension.
         _put(axes, path, ("layers",) * (len(shape.shape) - len(names)) + names)
-    return Model(model, compute, abstract, axes, decays, graphdef)
+    return Model(model, compute, abstract, axes, decays, trainable, products, graphdef)
 
 
 def resolve_dtype(dtype: str, platform: str | None = None) -> str:

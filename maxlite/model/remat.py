@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.schema import LAYER_INPUT, REMAT_POLICY_NAMES, REMAT_TENSORS, ComputeConfig
+from maxlite.config.compute_schema import LAYER_INPUT, REMAT_POLICY_NAMES, REMAT_TENSORS, ComputeConfig
 from maxlite.parallel.devices import HOST_MEMORY
 
 # Latent attention has latents besides: narrow, and the way to all heads. A gate is as wide as the queries.

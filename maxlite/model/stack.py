@@ -12,9 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxlite.config.compute_schema import ComputeConfig
 from maxlite.config.layers import LayerGroup
-from maxlite.config.schema import ComputeConfig, ModelConfig
+from maxlite.config.schema import ModelConfig
 from maxlite.model.block import Block
+from maxlite.model.equip import equip
 from maxlite.model.pipeline import build_pipeline_schedule, run_pipeline
 from maxlite.model.remat import kept_names, rematerialize
 from maxlite.nn.attention import AttentionContext
@@ -28,11 +30,14 @@ Stats = dict[str, RouterStats]
 class Pattern(nnx.Module):
     """The blocks of one repeat, in order."""
 
-    def __init__(self, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
-        """Makes block_0, block_1, ..."""
+    def __init__(
+        self, name: str, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None
+    ):
+        """Makes block_0, block_1, ... of the group of this name, their products equipped as `compute` says."""
         self.num_blocks = len(group.pattern)
         for position, spec in enumerate(group.pattern):
             setattr(self, f"block_{position}", Block(spec, model, compute, rngs=rngs))
+        equip(self, name, compute, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: AttentionContext, cache: Any) -> tuple[jax.Array, Any, Stats]:
         """x: [B, T, D]; cache: a LayerCache for each block by name, or None. Returns them and the routers' stats."""
@@ -47,16 +52,18 @@ class Pattern(nnx.Module):
 class Stack(nnx.Module):
     """A group of layers: `repeats` runs through its pattern, each with its own weights."""
 
-    def __init__(self, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
+    def __init__(
+        self, name: str, group: LayerGroup, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None
+    ):
         """Makes the stacked weights, or without `rngs` their shapes."""
 
         @nnx.split_rngs(splits=group.repeats)
         @nnx.vmap(in_axes=0, out_axes=0)
         def make_pattern(rngs: nnx.Rngs) -> Pattern:
-            return Pattern(group, model, compute, rngs=rngs)
+            return Pattern(name, group, model, compute, rngs=rngs)
 
         if rngs is None:
-            self.layers = _stacked(Pattern(group, model, compute, rngs=None), group.repeats)
+            self.layers = _stacked(Pattern(name, group, model, compute, rngs=None), group.repeats)
         else:
             self.layers = make_pattern(rngs)
         self.repeats = group.repeats

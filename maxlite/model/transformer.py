@@ -5,8 +5,10 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
+from maxlite.config.compute_schema import ComputeConfig
 from maxlite.config.layers import layer_groups
-from maxlite.config.schema import ComputeConfig, ModelConfig
+from maxlite.config.schema import ModelConfig
+from maxlite.model.equip import Product, products_of
 from maxlite.model.stack import Stack, Stats
 from maxlite.nn.attention import AttentionContext
 from maxlite.nn.cache import Cache, write_tokens
@@ -36,7 +38,7 @@ class Transformer(nnx.Module):
         self.group_names = tuple(f"group_{index}" for index in range(len(groups)))
         self.embedding = Embedding(model, compute, rngs=rngs)
         for name, group in zip(self.group_names, groups, strict=True):
-            setattr(self, name, Stack(group, model, compute, rngs=rngs))
+            setattr(self, name, Stack(name, group, model, compute, rngs=rngs))
         self.final_norm = RMSNorm((model.emb_dim,), ("norm",), model, compute, rngs=rngs)
         if not model.logits_via_embedding:
             self.output = OutputMatrix(model, compute, rngs=rngs)
@@ -64,6 +66,11 @@ class Transformer(nnx.Module):
             )
         hidden = constrain(self.final_norm(x), "batch", "norm_length", "activation_embed")
         return Output(hidden, None if cache is None else cache._replace(layers=layers), stats)
+
+    def products(self) -> tuple[Product, ...]:
+        """Returns the products of all layers, group by group."""
+        stacks = [(name, getattr(self, name)) for name in self.group_names]
+        return tuple(product for name, stack in stacks for product in products_of(stack.layers, name, stack.repeats))
 
     def unembedding(self) -> jax.Array:
         """Returns the matrix from hidden states to logits: [D, V]."""

@@ -16,12 +16,13 @@ from maxlite.config.layers import (
     attention_window,
 )
 from maxlite.config.schema import ComputeConfig, ModelConfig
-from maxlite.nn.cache import LayerCache, write_slots
+from maxlite.nn.cache import LayerCache, Slots, empty_slots, write_slots
 from maxlite.nn.linear import Linear
 from maxlite.nn.norm import RMSNorm, rms_normalize
 from maxlite.nn.param import param
 from maxlite.ops.attention import dot_product_attention, self_attention
 from maxlite.ops.attention_types import ContextParallel
+from maxlite.ops.kv_quantization import RoundedSlots, integers, mixed, unmixed
 from maxlite.ops.rope import apply_rope
 from maxlite.parallel.sharding import constrain, current_execution
 
@@ -62,10 +63,20 @@ def attend_rows(
     )
 
 
-def attend_cache(
+def attend_cache(query: jax.Array, key: Slots, value: Slots, context: AttentionContext, **options: Any) -> jax.Array:
+    """Queries [B, T, N, H] to the keys [B, S, K, H] and values [B, S, K, Hv] of a cache. Returns: [B, T, N, Hv]."""
+    if isinstance(key, RoundedSlots) and isinstance(value, RoundedSlots):
+        # A scale stands for a whole key, or value: it acts on the scores, and no key is multiplied by it.
+        scales = (key.scale[..., 0], value.scale[..., 0])
+        keys, values = (integers(slots, query.dtype) for slots in (key, value))
+        return unmixed(_attend_slots(mixed(query), keys, values, context, scales=scales, **options))
+    assert isinstance(key, jax.Array) and isinstance(value, jax.Array), "a cache has one form"
+    return _attend_slots(query, key, value, context, **options)
+
+
+def _attend_slots(
     query: jax.Array, key: jax.Array, value: jax.Array, context: AttentionContext, **options: Any
 ) -> jax.Array:
-    """Queries [B, T, N, H] to the keys [B, S, K, H] and values [B, S, K, Hv] of a cache. Returns: [B, T, N, Hv]."""
     return dot_product_attention(
         query,
         key,
@@ -175,11 +186,11 @@ class Attention(nnx.Module):
         return rms_normalize(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
 
     @staticmethod
-    def init_cache(spec: LayerSpec, model: ModelConfig, dtype: str, batch: int, length: int) -> LayerCache:
+    def init_cache(spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, batch: int, length: int) -> LayerCache:
         """Returns an empty cache of `length` slots a row."""
         kind = spec.attention
         shape = (batch, length, attention_kv_heads(model, kind), attention_head_dim(model, kind))
-        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return LayerCache(empty_slots(shape, compute), empty_slots(shape, compute))
 
 
 def _temperature(positions: jax.Array, floor: int, scale: float) -> jax.Array:

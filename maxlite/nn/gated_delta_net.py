@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.layers import LayerSpec
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.attention import AttentionContext
-from maxlite.nn.linear import Linear
+from maxlite.nn.linear import Linear, NarrowLinear
 from maxlite.nn.norm import RMSNorm
 from maxlite.nn.param import param
 from maxlite.ops.convolution import causal_convolution, document_numbers, next_history
@@ -65,8 +65,8 @@ class GatedDeltaNet(nnx.Module):
         key_axes, group_axes = ("kv_heads", "head_dim"), ("kv_heads", "heads")
         value_shape, value_axes = (heads, groups, value_width), (*group_axes, "head_dim")
 
-        def linear(equation: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Linear:
-            return Linear(equation, shape, axes, compute, rngs=rngs)
+        def linear(equation: str, shape: tuple[int, ...], axes: tuple[str, ...], kind: type[Linear] = Linear) -> Linear:
+            return kind(equation, shape, axes, compute, rngs=rngs)
 
         def convolution(shape: tuple[int, ...], axes: tuple[str, ...]) -> ShortConvolution:
             return ShortConvolution((width, *shape), ("conv", *axes), compute, rngs=rngs)
@@ -75,8 +75,8 @@ class GatedDeltaNet(nnx.Module):
         self.key = linear("BTD,DKH->BTKH", (dim, heads, key_width), ("embed", *key_axes))
         self.value = linear("BTD,DKGV->BTKGV", (dim, *value_shape), ("embed", *value_axes))
         self.gate = linear("BTD,DKGV->BTKGV", (dim, *value_shape), ("embed", *value_axes))
-        self.beta = linear("BTD,DKG->BTKG", (dim, heads, groups), ("embed", *group_axes))
-        self.step = linear("BTD,DKG->BTKG", (dim, heads, groups), ("embed", *group_axes))
+        self.beta = linear("BTD,DKG->BTKG", (dim, heads, groups), ("embed", *group_axes), NarrowLinear)
+        self.step = linear("BTD,DKG->BTKG", (dim, heads, groups), ("embed", *group_axes), NarrowLinear)
         self.query_conv = convolution((heads, key_width), key_axes)
         self.key_conv = convolution((heads, key_width), key_axes)
         self.value_conv = convolution(value_shape, value_axes)
@@ -115,11 +115,11 @@ class GatedDeltaNet(nnx.Module):
         return checkpoint_name(self.out(_placed(gated)), "out_proj"), cache
 
     @staticmethod
-    def init_cache(spec: LayerSpec, model: ModelConfig, dtype: str, batch: int, length: int) -> DeltaCache:
-        """Returns an empty cache; its size does not depend on `length`."""
+    def init_cache(spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, batch: int, length: int) -> DeltaCache:
+        """Returns an empty cache, of floats: its size does not depend on `length`, and all tokens are in it."""
         width, heads, groups, key_width, value_width = _sizes(model)
-        keys = jnp.zeros((batch, width - 1, heads, key_width), dtype)
-        values = jnp.zeros((batch, width - 1, heads, groups, value_width), dtype)
+        keys = jnp.zeros((batch, width - 1, heads, key_width), compute.dtype)
+        values = jnp.zeros((batch, width - 1, heads, groups, value_width), compute.dtype)
         return DeltaCache(keys, keys, values, jnp.zeros((batch, heads, groups, key_width, value_width)))
 
     def _streams(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -6,14 +6,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlite.config.schema import ComputeConfig
+from maxlite.config.compute_schema import ComputeConfig
+from maxlite.nn.equipment import PLAIN, Equipment
+from maxlite.nn.lora import adapted, add_adapter, merged
+from maxlite.nn.observe import note_input
 from maxlite.nn.param import param
+from maxlite.nn.stored import store_kernel, stored_kernel
 from maxlite.ops.product import product
+from maxlite.ops.quantized import quantized_product
 from maxlite.ops.rounding import rounded
+from maxlite.ops.stored import stored_product
 
 
 class Linear(nnx.Module):
     """`x` times a kernel as the equation says, for example "BTD,DNH->BTNH", and perhaps plus a bias, here [N, H]."""
+
+    equippable = True
+    codes: nnx.Param
+    scale: nnx.Param
 
     def __init__(
         self,
@@ -28,7 +38,7 @@ class Linear(nnx.Module):
         """Makes the kernel, whose fan-in is the size of the dimensions that the equation sums over, and the bias."""
         operands, output = equation.split("->")
         letters = list(zip(operands.split(",")[1], shape, axes, strict=True))
-        self.equation = equation
+        self.equation, self.kernel_shape, self.kernel_axes = equation, shape, axes
         self.dtype = jnp.dtype(compute.dtype)
         fan_in = math.prod(size for letter, size, _ in letters if letter not in output)
         self.kernel = param(rngs, shape, axes, dtype=compute.weight_dtype, fan_in=fan_in)
@@ -37,8 +47,42 @@ class Linear(nnx.Module):
             sizes, names = zip(*made, strict=True)
             self.bias = param(rngs, sizes, names, dtype=compute.weight_dtype, value=0.0)
         self.use_bias = use_bias
+        self.equipment = PLAIN
+
+    def equip(self, equipment: Equipment, *, rngs: nnx.Rngs | None) -> None:
+        """Gives the product what its path asks for: an adapter beside the kernel, or codes in place of it."""
+        self.equipment = equipment
+        if equipment.adapter is not None:
+            add_adapter(self, equipment.adapter, rngs=rngs)
+        if equipment.stored is not None:
+            store_kernel(self, equipment.stored, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the product in the compute dtype."""
-        y: jax.Array = product(self.equation, x.astype(self.dtype), rounded(self.kernel[...], self.dtype))
+        x = x.astype(self.dtype)
+        note_input(self.equipment.path, x)
+        y = self._product(x)
+        if self.equipment.adapter is not None:
+            y = y + adapted(self, x)
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y
+
+    def matrix(self) -> jax.Array:
+        """Returns the kernel in the compute dtype, whatever it is stored as, with the adapter in it."""
+        equipment = self.equipment
+        kernel = rounded(self.kernel[...], self.dtype) if equipment.stored is None else stored_kernel(self, self.dtype)
+        return kernel if equipment.adapter is None else merged(self, kernel)
+
+    def _product(self, x: jax.Array) -> jax.Array:
+        equipment = self.equipment
+        if equipment.stored is not None:
+            return stored_product(self.equation, x, self.codes[...], self.scale[...], equipment.stored.qtype)
+        kernel = rounded(self.kernel[...], self.dtype)
+        if equipment.rule is not None:
+            return quantized_product(self.equation, x, kernel, equipment.rule)
+        return product(self.equation, x, kernel)
+
+
+class NarrowLinear(Linear):
+    """A gate of a few numbers a token: neither rounding nor an adapter makes sense there."""
+
+    equippable = False

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.layers import LayerSpec
 from maxlite.config.schema import ComputeConfig, ModelConfig
 from maxlite.nn.attention import AttentionContext, attend_cache, attend_rows
-from maxlite.nn.cache import write_slots
+from maxlite.nn.cache import Slots, as_stored, as_written, empty_slots, read_slots, write_slots
 from maxlite.nn.linear import Linear
 from maxlite.nn.norm import RMSNorm
 from maxlite.nn.rotary import rope_scaling
@@ -30,8 +30,8 @@ class LatentCache(NamedTuple):
     latent: [B, S, R], after its norm. rope_key: [B, S, Hr], rotated.
     """
 
-    latent: jax.Array
-    rope_key: jax.Array
+    latent: Slots
+    rope_key: Slots
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -81,7 +81,7 @@ class MultiHeadLatentAttention(nnx.Module):
         query = self._queries(x, context)
         new = self._latents(x, context)
         if cache is None:
-            attended = self._attend_expanded(query, new, context)
+            attended = self._attend_expanded(query, *new, context)
         else:
             assert context.index is not None, "a cache comes with the slot to write to"
             cache = LatentCache(*(write_slots(old, part, context.index) for old, part in zip(cache, new, strict=True)))
@@ -91,10 +91,10 @@ class MultiHeadLatentAttention(nnx.Module):
         return checkpoint_name(self.out(attended), "out_proj"), cache
 
     @staticmethod
-    def init_cache(spec: LayerSpec, model: ModelConfig, dtype: str, batch: int, length: int) -> LatentCache:
+    def init_cache(spec: LayerSpec, model: ModelConfig, compute: ComputeConfig, batch: int, length: int) -> LatentCache:
         """Returns an empty cache of `length` slots a row."""
         widths = (_size(model.kv_lora_rank), _size(model.qk_rope_head_dim))
-        return LatentCache(*(jnp.zeros((batch, length, width), dtype) for width in widths))
+        return LatentCache(*(empty_slots((batch, length, width), compute) for width in widths))
 
     def _queries(self, x: jax.Array, context: AttentionContext) -> jax.Array:
         """x: [B, T, D]. Returns: [B, T, N, Hn+Hr], the last Hr features rotated."""
@@ -108,36 +108,40 @@ class MultiHeadLatentAttention(nnx.Module):
         query = jnp.concatenate([content, self._rotated(rotary, context)], axis=-1)
         return checkpoint_name(query, "query_proj")
 
-    def _latents(self, x: jax.Array, context: AttentionContext) -> LatentCache:
-        """x: [B, T, D]. Returns what these tokens leave in a cache."""
+    def _latents(self, x: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array]:
+        """x: [B, T, D]. Returns what these tokens leave in a cache: latents [B, T, R] and rotated keys [B, T, Hr]."""
         both = checkpoint_name(constrain(self.key_value_a(x), "batch", "length", None), "kv_wa_proj")
         latent, rope_key = jnp.split(both, [both.shape[-1] - self.rope_width], axis=-1)
         rope_key = self._rotated(rope_key[:, :, None], context)[:, :, 0]
-        return LatentCache(self.key_value_a_norm(latent), rope_key)
+        return self.key_value_a_norm(latent), rope_key
 
     def _rotated(self, x: jax.Array, context: AttentionContext) -> jax.Array:
         cos, sin = context.rotations["mla"]
         return apply_rope(x, cos, sin, interleave=self.interleave)
 
-    def _attend_expanded(self, query: jax.Array, latents: LatentCache, context: AttentionContext) -> jax.Array:
+    def _attend_expanded(
+        self, query: jax.Array, latent: jax.Array, rope_key: jax.Array, context: AttentionContext
+    ) -> jax.Array:
         """Keys and values for every head. query: [B, T, N, Hn+Hr]. Returns: [B, T, N, Hv]."""
-        expanded = constrain(self.key_value_b(latents.latent), "batch", "length", "activation_heads", None)
+        expanded = constrain(self.key_value_b(latent), "batch", "length", "activation_heads", None)
         key, value = jnp.split(expanded, [self.content_width], axis=-1)
-        shared = jnp.broadcast_to(latents.rope_key[:, :, None], (*key.shape[:-1], self.rope_width))
+        shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:-1], self.rope_width))
         key = checkpoint_name(jnp.concatenate([key, shared], axis=-1), "key_proj")
         value = checkpoint_name(value, "value_proj")
         return attend_rows("mla", query, key, value, context, scale=self.scale)
 
     def _attend_absorbed(self, query: jax.Array, cache: LatentCache, context: AttentionContext) -> jax.Array:
         """One key and value head of latents, read by all. query: [B, T, N, Hn+Hr]. Returns: [B, T, N, Hv]."""
-        kernel = self.key_value_b.kernel[...].astype(query.dtype)
+        kernel = self.key_value_b.matrix().astype(query.dtype)
         to_key, to_value = jnp.split(kernel, [self.content_width], axis=-1)
         content, rotary = jnp.split(query, [self.content_width], axis=-1)
         # (latent . W) . query = latent . (W . query): the same scores, without a key for each head.
-        query = jnp.concatenate([product("BTNH,RNH->BTNR", content, to_key), rotary], axis=-1)
-        key = jnp.concatenate(cache, axis=-1)[:, :, None]
-        attended = attend_cache(query, key, cache.latent[:, :, None], context, scale=self.scale)
-        return product("BTNR,RNH->BTNH", attended, to_value)
+        content = as_stored(product("BTNH,RNH->BTNR", content, to_key), cache.latent)
+        query = jnp.concatenate([content, as_stored(rotary, cache.rope_key)], axis=-1)
+        latent, rope_key = (read_slots(slots, query.dtype) for slots in cache)
+        key = jnp.concatenate([latent, rope_key], axis=-1)[:, :, None]
+        attended = attend_cache(query, key, latent[:, :, None], context, scale=self.scale)
+        return product("BTNR,RNH->BTNH", as_written(attended, cache.latent), to_value)
 
 
 def _scale(model: ModelConfig) -> float:

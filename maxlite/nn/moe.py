@@ -6,58 +6,25 @@ tokens are kept, however unevenly they fall.
 """
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.schema import ComputeConfig, ModelConfig
-from maxlite.nn.linear import Linear
-from maxlite.nn.mlp import GatedMLP, build_gate
+from maxlite.config.compute_schema import ComputeConfig
+from maxlite.config.schema import ModelConfig
+from maxlite.nn.experts import Experts, Placement, Weights, build_placement
+from maxlite.nn.linear import NarrowLinear
+from maxlite.nn.mlp import GatedMLP
 from maxlite.nn.norm import RMSNorm, rms_normalize
 from maxlite.nn.param import param
 from maxlite.ops.dispatch import capacity, dropless, group_by_capacity, with_capacity
-from maxlite.ops.experts import Gathering, RowGroups, grouped_bias, grouped_product, whole
-from maxlite.ops.rounding import rounded
 from maxlite.ops.router import RouterStats, RoutingRule, route, router_stats
-from maxlite.parallel.sharding import axis_size, constrain, cutting_axes, live_axes, per_device
-
-Weights = dict[str, jax.Array]
-
+from maxlite.parallel.sharding import constrain, per_device
 
 # A tree of RouterStats' form, whose leaves are names of dimensions.
 _STATS_AXES: Any = RouterStats(cast(Any, (None,)), cast(Any, ()))
-
-
-class Placement(NamedTuple):
-    """Mesh axes of more than one device, by what lies along them, for tokens of one size.
-
-    rows, length: rows of the batch, and the tokens of a row.
-    sequence: those of `length` that cut the hidden width too. A device gathers the row's tokens along them before the
-        experts, and afterwards keeps its own tokens' part of the sum.
-    experts, embed, hidden: dimensions of the experts' kernels.
-    """
-
-    rows: tuple[str, ...]
-    length: tuple[str, ...]
-    sequence: tuple[str, ...]
-    experts: tuple[str, ...]
-    embed: tuple[str, ...]
-    hidden: tuple[str, ...]
-
-
-def build_placement(num_rows: int, length: int) -> Placement:
-    """Follows the rules in context; mesh axes that do not divide the rows or the length do not cut them."""
-    experts = live_axes("exp")
-    embed, hidden = (tuple(axis for axis in live_axes(name) if axis not in experts) for name in ("embed", "mlp"))
-    plain, fine = live_axes("length"), live_axes("norm_length")
-    sequence = fine[len(plain) :]
-    if fine != (*plain, *sequence) or sequence != hidden or length % axis_size(fine):
-        sequence = ()
-    cut = cutting_axes("length", length)
-    return Placement(cutting_axes("batch", num_rows), (*cut, *sequence), sequence, experts, embed, hidden)
 
 
 class Router(nnx.Module):
@@ -92,84 +59,6 @@ class Router(nnx.Module):
         return logits + weights["bias"] if self.use_bias else logits
 
 
-class ExpertLinear(nnx.Module):
-    """Each expert's matrix, and perhaps its bias."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        axes: tuple[str, str],
-        compute: ComputeConfig,
-        *,
-        use_bias: bool,
-        rngs: nnx.Rngs | None,
-    ):
-        """Makes the kernel of `shape` [E, in, out], the last two named `axes`, and the bias [E, out]."""
-        dtype = compute.weight_dtype
-        self.kernel = param(rngs, shape, ("exp", *axes), dtype=dtype, fan_in=shape[1])
-        self.use_bias = use_bias
-        if use_bias:
-            self.bias = param(rngs, (shape[0], shape[2]), ("exp", axes[1]), dtype=dtype, value=0.0)
-        self.dtype = jnp.dtype(compute.dtype)
-        self.axes = axes
-
-    def weights(self) -> Weights:
-        """Returns the weights in the compute dtype, for `__call__` on each device; half the bytes to gather."""
-        weights = {"kernel": rounded(self.kernel[...], self.dtype)}
-        return weights | ({"bias": self.bias[...].astype(self.dtype)} if self.use_bias else {})
-
-    def weight_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns the logical axes of `weights`."""
-        axes: dict[str, tuple[str, ...]] = {"kernel": ("exp", *self.axes)}
-        return axes | ({"bias": ("exp", self.axes[1])} if self.use_bias else {})
-
-    def __call__(self, rows: jax.Array, groups: RowGroups | None, weights: Weights, placement: Placement) -> jax.Array:
-        """Multiplies each row with its expert's matrix; where the summed width is cut, this is a part of the sum.
-
-        rows: [R, in] that fall on experts as `groups` says; without it [E, R, in].
-        Returns: the same with the last dimension out.
-        """
-        gathering = Gathering(placement.embed, 1 + self.axes.index("embed"))
-        y = grouped_product(rows, weights["kernel"], groups, gathering)
-        if not self.use_bias:
-            return y
-        bias = weights["bias"]
-        if self.axes[1] == "embed":
-            bias = whole(Gathering(placement.embed, 1), bias)
-            if placement.hidden:
-                # One of the devices whose parts are added up adds it.
-                bias = jnp.where(jax.lax.axis_index(placement.hidden) == 0, bias, 0)
-        return y + (bias[:, None] if groups is None else grouped_bias(bias, groups, rows.shape[0]))
-
-
-class Experts(nnx.Module):
-    """num_experts gated MLPs of the same sizes, stacked."""
-
-    def __init__(self, model: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs | None):
-        """Makes gate and up [E, D, F] and down [E, F, D]."""
-        assert model.moe_mlp_dim is not None
-        wide, narrow = (model.emb_dim, model.moe_mlp_dim), (model.moe_mlp_dim, model.emb_dim)
-        count, bias = model.num_experts, model.mlp_bias
-        self.join = build_gate(model)
-        self.gate = ExpertLinear((count, *wide), ("embed", "mlp"), compute, use_bias=bias, rngs=rngs)
-        self.up = ExpertLinear((count, *wide), ("embed", "mlp"), compute, use_bias=bias, rngs=rngs)
-        self.down = ExpertLinear((count, *narrow), ("mlp", "embed"), compute, use_bias=bias, rngs=rngs)
-
-    def weights(self) -> tuple[dict[str, Weights], dict[str, dict[str, tuple[str, ...]]]]:
-        """Returns the weights for `__call__` on each device, and their logical axes."""
-        parts = {"gate": self.gate, "up": self.up, "down": self.down}
-        weights = {name: part.weights() for name, part in parts.items()}
-        return weights, {name: part.weight_axes() for name, part in parts.items()}
-
-    def __call__(
-        self, rows: jax.Array, groups: RowGroups | None, weights: dict[str, Weights], placement: Placement
-    ) -> jax.Array:
-        """rows: [R, D] that fall on experts as `groups` says; without it [E, R, D]. Returns: the same shape."""
-        gate = checkpoint_name(self.gate(rows, groups, weights["gate"], placement), "moe_mlpwi_0")
-        up = checkpoint_name(self.up(rows, groups, weights["up"], placement), "moe_mlpwi_1")
-        return checkpoint_name(self.down(self.join(gate, up), groups, weights["down"], placement), "moe_mlpwo")
-
-
 class MoE(nnx.Module):
     """Routed experts, their outputs added with the router's weights, plus the shared expert if there is one."""
 
@@ -200,7 +89,7 @@ class MoE(nnx.Module):
         if model.shared_expert_mlp_dim is not None:
             self.shared = GatedMLP(model, compute, model.shared_expert_mlp_dim, rngs=rngs)
         if model.shared_expert_gate:
-            self.shared_gate = Linear("BTD,DO->BTO", (model.emb_dim, 1), ("embed", "norm"), compute, rngs=rngs)
+            self.shared_gate = NarrowLinear("BTD,DO->BTO", (model.emb_dim, 1), ("embed", "norm"), compute, rngs=rngs)
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None, router_input: jax.Array | None = None

@@ -15,7 +15,7 @@ def param(
     *,
     dtype: str,
     fan_in: int | None = None,
-    value: float | np.ndarray = 1.0,
+    value: float | np.ndarray | jax.Array = 1.0,
 ) -> nnx.Param:
     """Declares a weight whose dimensions are named `axes`.
 
@@ -34,3 +34,14 @@ def param(
         deviation = 1 / math.sqrt(fan_in) / 0.87962566103423978
         values = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32) * deviation
     return nnx.Param(values.astype(dtype), axes=axes, decays=fan_in is not None)
+
+
+def uniform_param(
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], axes: tuple[str | None, ...], *, dtype: str, bound: float
+) -> nnx.Param:
+    """Declares a weight, as `param`, whose values are uniform from -bound to bound, and which weight decay shrinks."""
+    assert len(shape) == len(axes), f"{len(axes)} names for shape {shape}"
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes=axes, decays=True)
+    values = jnp.zeros(shape) if bound == 0 else jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+    return nnx.Param(values.astype(dtype), axes=axes, decays=True)

@@ -39,6 +39,7 @@ def dot_product_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Causal attention, optionally inside a sliding window or a chunk; query head n reads key head n // G.
 
@@ -55,6 +56,7 @@ def dot_product_attention(
     chunk: length of the chunks, in positions, that see themselves only (Llama 4).
     soft_cap: bounds the scores to (-soft_cap, soft_cap) by tanh (Gemma 2, arXiv:2408.00118).
     sinks: [N], a logit per query head that joins the softmax's denominator only, neither scaled nor capped (GPT-OSS).
+    scales: a factor of each key and one of each value, of all heads or of each: [B, S, 1] or [B, S, K] float32.
     Returns: [B, T, N, Hv].
     """
     if (query_segment_ids is None) != (key_segment_ids is None):
@@ -65,7 +67,7 @@ def dot_product_attention(
     query, sinks = _grouped(query, key.shape[2], sinks)
     query_tokens = Tokens(query_positions, query_positions, query_segment_ids)
     key_tokens = Tokens(key_positions, key_positions, key_segment_ids)
-    return _ungrouped(plain_attention(options, query, key, value, query_tokens, key_tokens, sinks))
+    return _ungrouped(plain_attention(options, query, key, value, query_tokens, key_tokens, sinks, scales))
 
 
 def self_attention(
@@ -154,12 +156,15 @@ def plain_attention(
     query_tokens: Tokens,
     key_tokens: Tokens,
     sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """All scores at once: query [B, T, K, G, H], key [B, S, K, H], value [B, S, K, Hv], sinks [K, G] float32.
 
-    The tokens' order may be of each row, [B, T] and [B, S]. Returns: [B, T, K, G, Hv], named "context".
+    The tokens' order may be of each row, [B, T] and [B, S]. scales: as in dot_product_attention.
+    Returns: [B, T, K, G, Hv], named "context".
     """
     raw = jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=jnp.float32)
+    raw = raw if scales is None else raw * _of_scores(scales[0])
     scores = soft_capped(raw * options.scale, options.soft_cap)
     seen = visible(options, query_tokens, key_tokens)
     scores = jnp.where(seen[:, None, None], scores, UNSEEN_SCORE)
@@ -170,8 +175,14 @@ def plain_attention(
     total = jnp.sum(weights, axis=-1)
     total = total if sinks is None else total + jnp.exp(sinks[..., None] - maximum)
     weights = weights / jnp.where(total == 0.0, 1.0, total)[..., None]
+    weights = weights if scales is None else weights * _of_scores(scales[1])
     context = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return checkpoint_name(context.astype(query.dtype), "context")
+
+
+def _of_scores(factors: jax.Array) -> jax.Array:
+    """Factors of keys or values [B, S, K] as those of scores [B, K, G, T, S]."""
+    return factors.transpose(0, 2, 1)[:, :, None, None]
 
 
 def _ordered_by_tokens(kernel: Callable[..., Any]) -> Callable[..., jax.Array]:

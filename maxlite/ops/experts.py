@@ -104,9 +104,14 @@ def _permute_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Arra
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
+def row_numbers(groups: RowGroups, num_rows: int) -> jax.Array:
+    """Returns the expert of each row [num_rows], E where it is padding."""
+    return jnp.searchsorted(jnp.cumsum(groups.sizes), jnp.arange(num_rows), side="right")
+
+
 def grouped_bias(bias: jax.Array, groups: RowGroups, num_rows: int) -> jax.Array:
     """bias: [E, F]. Returns: the bias of each row's expert [num_rows, F], zeros where it is padding."""
-    expert = jnp.searchsorted(jnp.cumsum(groups.sizes), jnp.arange(num_rows), side="right")
+    expert = row_numbers(groups, num_rows)
     # A product, because the gradient of a gather would add row by row.
     chosen = jax.nn.one_hot(expert, bias.shape[0], dtype=bias.dtype)
     return jnp.einsum("RE,EF->RF", chosen, bias, precision=jax.lax.Precision.HIGHEST)
@@ -178,7 +183,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 def _ragged_product(rows: jax.Array, kernel: jax.Array, groups: RowGroups) -> jax.Array:
     """No expert takes the padding, which may be far more than the rows; ragged_dot leaves it undefined."""
-    return _without_padding(jax.lax.ragged_dot(rows, kernel, groups.sizes), groups)
+    return without_padding(jax.lax.ragged_dot(rows, kernel, groups.sizes), groups)
 
 
 def _ragged_gradients(
@@ -187,16 +192,37 @@ def _ragged_gradients(
     by_row = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     rows_gradient = jax.lax.ragged_dot_general(gradient, kernel, groups.sizes, by_row)
     over_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    kernel_gradient = jax.lax.ragged_dot_general(rows, _without_padding(gradient, groups), groups.sizes, over_rows)
-    return _without_padding(rows_gradient, groups), kernel_gradient
+    kernel_gradient = jax.lax.ragged_dot_general(rows, without_padding(gradient, groups), groups.sizes, over_rows)
+    return without_padding(rows_gradient, groups), kernel_gradient
 
 
-def _without_padding(rows: jax.Array, groups: RowGroups) -> jax.Array:
+def without_padding(rows: jax.Array, groups: RowGroups) -> jax.Array:
+    """rows: [R, D]. Returns: zeros where they are padding."""
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(groups.sizes), rows, 0)
 
 
 def _loop_product(rows: jax.Array, kernel: jax.Array, groups: RowGroups) -> jax.Array:
-    """Only experts that have rows are read: in decoding they are few."""
+    def prepare(expert: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        if groups.blocks[0] <= FEW_ROWS:
+            return lambda block: _slice_by_slice(block, kernel, expert)
+        matrix = jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
+        return lambda block: block @ matrix
+
+    return over_experts(rows, kernel.shape[2], groups, prepare)
+
+
+def over_experts(
+    rows: jax.Array,
+    width: int,
+    groups: RowGroups,
+    prepare: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
+    dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Runs through the experts that have rows, in decoding a few, and through blocks of each one's rows.
+
+    prepare: given an expert, returns what makes [n, width] of a block of its rows [n, D].
+    Returns: [R, width] of `dtype`; None is that of the rows.
+    """
     sizes, blocks = groups.sizes, groups.blocks
     starts = jnp.cumsum(sizes) - sizes
     busy = jnp.argsort(sizes == 0, stable=True)
@@ -205,18 +231,16 @@ def _loop_product(rows: jax.Array, kernel: jax.Array, groups: RowGroups) -> jax.
     def of_expert(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, output = carry
         expert = busy[index]
-        if blocks[0] > FEW_ROWS:
-            matrix = jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
+        multiply = prepare(expert)
 
         def of_block(first: jax.Array, size: int, output: jax.Array) -> jax.Array:
             start = starts[expert] + first
-            block = jax.lax.dynamic_slice_in_dim(rows, start, size)
-            made = block @ matrix if blocks[0] > FEW_ROWS else _slice_by_slice(block, kernel, expert)
+            made = multiply(jax.lax.dynamic_slice_in_dim(rows, start, size))
             return jax.lax.dynamic_update_slice_in_dim(output, made, start, 0)
 
         return index + 1, _over_blocks(blocks, sizes[expert], of_block, output)
 
-    output = jnp.zeros((rows.shape[0], kernel.shape[2]), rows.dtype)
+    output = jnp.zeros((rows.shape[0], width), dtype or rows.dtype)
     return jax.lax.while_loop(lambda carry: carry[0] < num_busy, of_expert, (jnp.int32(0), output))[1]
 
 
@@ -255,14 +279,16 @@ def _loop_gradients(
             return jax.lax.dynamic_update_slice_in_dim(rows_gradient, made, start + first, 0)
 
         rows_gradient = _over_blocks(blocks, count, of_block, rows_gradient)
-        return rows_gradient, _matrix_gradient(rows, gradient, start, count, groups.share).astype(matrix.dtype)
+        return rows_gradient, matrix_gradient(rows, gradient, start, count, groups.share).astype(matrix.dtype)
 
     starts = jnp.cumsum(sizes) - sizes
     return jax.lax.scan(of_expert, jnp.zeros_like(rows), (kernel, starts, sizes))
 
 
-def _matrix_gradient(rows: jax.Array, gradient: jax.Array, start: jax.Array, count: jax.Array, share: int) -> jax.Array:
-    """The product of `count` rows and their gradients, [D, F] float32: one product, if they are few enough.
+def matrix_gradient(rows: jax.Array, gradient: jax.Array, start: jax.Array, count: jax.Array, share: int) -> jax.Array:
+    """The product of `count` rows and their gradients, [D, F]: one product, if they are few enough.
+
+    rows, gradient: floats, or codes of few bits. Returns: what these are added up in, as `sum_dtype` says.
 
     Adding up a product for each block would read and write the matrix as often, which costs more than to multiply
     with some zeros.
@@ -276,7 +302,8 @@ def _matrix_gradient(rows: jax.Array, gradient: jax.Array, start: jax.Array, cou
         wanted = (place >= start + first) & (place < start + count)
         block = jnp.where(wanted[:, None], jax.lax.dynamic_slice_in_dim(rows, at, capacity), 0)
         block_gradient = jax.lax.dynamic_slice_in_dim(gradient, at, capacity)
-        return jnp.einsum("RD,RF->DF", block, block_gradient, preferred_element_type=jnp.float32)
+        over_rows = (((0,), (0,)), ((), ()))
+        return jax.lax.dot_general(block, block_gradient, over_rows, preferred_element_type=sum_dtype(rows))
 
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return state[0] + capacities[-1], state[1] + product(state[0], capacities[-1])
@@ -284,6 +311,11 @@ def _matrix_gradient(rows: jax.Array, gradient: jax.Array, start: jax.Array, cou
     smallest = jnp.sum(count > jnp.array(capacities[:-1], jnp.int32))
     total = jax.lax.switch(smallest, [functools.partial(product, 0, capacity) for capacity in capacities])
     return jax.lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(capacities[-1]), total))[1]
+
+
+def sum_dtype(array: jax.Array) -> jnp.dtype:
+    """Returns what products of floats or of codes are added up in."""
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(array.dtype, jnp.integer) else jnp.float32)
 
 
 def _over_blocks(

@@ -8,6 +8,7 @@ from maxlite.data.pipeline import Dataset
 from maxlite.errors import DataError
 from maxlite.hf.load import load_parameters
 from maxlite.metrics.recompile import RecompileWatch
+from maxlite.model.equip import describe_equipment
 from maxlite.parallel.devices import prepare_jax
 from maxlite.parallel.sharding import use_mesh
 from maxlite.train.eval_setup import EvalSetup, build_eval_setup, open_data
@@ -26,7 +27,7 @@ def run_evaluation(config: Config, parameters: str, notes: TextIO) -> dict[str, 
         DataError: nothing is held out, or what is has no target.
         ConfigError, CheckpointError, ConversionError, OutOfMemoryError: as in training.
     """
-    config = _with_held_out_alone(config)
+    config = with_held_out_alone(config)
     prepare_jax(config)
     with memory_advice(config):
         setup = build_eval_setup(config)
@@ -41,7 +42,8 @@ def _evaluate(config: Config, setup: EvalSetup, dataset: Dataset, parameters: st
             "Nothing is held out: give eval_dataset_path= (files that were not trained on), or the run's own "
             "eval_fraction above 0."
         )
-    print(dataset.summary, file=notes)
+    for line in (dataset.summary, *describe_equipment(setup.model.products)):
+        print(line, file=notes)
     params = load_parameters(parameters, setup.model, setup.model.shardings(setup.mesh, setup.rules), notes)
     eval_steps = config.train.eval_steps if config.was_given("eval_steps") else -1
     with RecompileWatch("eval_step") as watch:
@@ -54,8 +56,8 @@ def _evaluate(config: Config, setup: EvalSetup, dataset: Dataset, parameters: st
     return tags
 
 
-def _with_held_out_alone(config: Config) -> Config:
-    """Without the documents trained on, where others are held out: they may be many, or not on this machine."""
+def with_held_out_alone(config: Config) -> Config:
+    """Returns the config without the documents trained on, where others are held out: they may be far away."""
     data = config.data
     if data.eval_dataset_path is None and data.eval_split is None:
         return config

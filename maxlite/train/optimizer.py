@@ -27,7 +27,7 @@ def build_schedule(optimizer: OptimizerConfig, steps: int) -> Schedule:
 def build_optimizer(
     optimizer: OptimizerConfig, schedule: Schedule, decays: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the update rule; `decays` is a tree of bools like the parameters: which of them weight decay shrinks.
+    """Returns the update rule; `decays` is a tree of bools like what trains: which of it weight decay shrinks.
 
     Its update takes `has_targets`, a boolean scalar: a step without any real target must not move along the
     momentum of earlier ones, so only weight decay acts then.

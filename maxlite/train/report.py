@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import jax
+
 from maxlite.config.layers import layer_groups
 from maxlite.config.schema import Config
 from maxlite.errors import NonFiniteLossError
@@ -16,11 +18,13 @@ from maxlite.metrics.progress import Progress
 from maxlite.metrics.rates import StepTiming, device_memory_gib, step_tags
 from maxlite.metrics.watchdog import Watchdog
 from maxlite.metrics.writers import MetricsWriter
+from maxlite.model.equip import describe_equipment
 from maxlite.model.pipeline import build_pipeline_schedule
 from maxlite.parallel.sharding import describe_axes, mesh_axes, num_parts
 from maxlite.train.kernels import kernel_lines
 from maxlite.train.setup import GIB, Setup, describe_mesh
 from maxlite.train.state import device_bytes
+from maxlite.train.trained import active_adapters
 
 
 class Recorders(NamedTuple):
@@ -126,7 +130,7 @@ class Reporter:
 def start_lines(config: Config, setup: Setup) -> list[str]:
     """Returns the lines that say what is about to run."""
     compute, model, data = setup.model.compute, setup.model, config.data
-    flops = train_step_flops(config.model, setup.rows, data.max_target_length)
+    flops = train_step_flops(config.model, setup.rows, data.max_target_length, active_adapters(model))
     attention = flops.attention_flops / flops.total
     automatic = " (auto)" if config.compute.dtype == "auto" else ""
     return [
@@ -138,10 +142,20 @@ def start_lines(config: Config, setup: Setup) -> list[str]:
         f"Total estimated memory size: {device_bytes(setup.abstract) / GIB:.3f} GiB a device (state)",
         f"Per train step: Total TFLOPs {flops.total / 1e12:.3f} split as {1 - attention:.1%} learnable weight flops "
         f"and {attention:.1%} attention flops",
+        *_adapter_lines(setup),
+        *describe_equipment(model.products),
         *kernel_lines(setup.kernels),
         *_pipeline_lines(config, setup),
         *_undivided_lines(config, setup),
     ]
+
+
+def _adapter_lines(setup: Setup) -> list[str]:
+    trained = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(setup.abstract_gradients))
+    count = setup.model.num_parameters
+    if not setup.model.compute.lora_rank:
+        return []
+    return [f"Trained: adapters, {trained:,} parameters ({trained / count:.2%}); the others stay as they are"]
 
 
 def _pipeline_lines(config: Config, setup: Setup) -> list[str]:

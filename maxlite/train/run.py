@@ -10,6 +10,7 @@ import jax
 
 from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.run_directory import RunDirectory, check_same_model
+from maxlite.config.check_quant import require_trainable
 from maxlite.config.inert import inert_keys
 from maxlite.config.load import dump_config, load_config, saved_values
 from maxlite.config.schema import Config
@@ -59,6 +60,7 @@ def run_train(config: Config) -> TrainResult:
     Raises:
         MaxliteError: its children say what went wrong; PreemptedError after a stop signal, when the run has saved.
     """
+    require_trainable(config)
     prepare_jax(config)
     # However they were found.
     config = dataclasses.replace(

@@ -77,9 +77,13 @@ def first_state(
     shardings, path = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract), config.checkpoint.start
     if path is not None:
         with goodput.measure("restore"):
-            params = load_parameters(path, setup.model, shardings.params)
+            # Of adapters that begin anew.
+            seed = config.run.init_weights_seed
+            params = load_parameters(path, setup.model, shardings.params, seed=seed)
         progress.line(f"Parameters from {path}; optimizer and data begin anew")
-        fresh = jax.jit(lambda params: fresh_state(params, setup.optimizer), out_shardings=shardings, donate_argnums=0)
+        fresh = jax.jit(
+            lambda params: fresh_state(params, setup.model, setup.optimizer), out_shardings=shardings, donate_argnums=0
+        )
         return fresh(params), 0
     key = jax.random.key(config.run.init_weights_seed)
     start = jax.jit(lambda key: init_state(setup.model, setup.optimizer, key), out_shardings=shardings)

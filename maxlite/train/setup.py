@@ -19,6 +19,7 @@ from maxlite.train.eval_setup import EvalSetup, build_eval_setup
 from maxlite.train.optimizer import build_optimizer, build_schedule
 from maxlite.train.state import ShardingKeys, TrainState, abstract_state, device_bytes, state_shardings
 from maxlite.train.step import Placement, build_train_step
+from maxlite.train.trained import active_adapters, trained_part
 
 GIB = 2**30
 
@@ -43,6 +44,11 @@ class Setup(EvalSetup):
         """What a step of the longest rows computes."""
         return self.works[self.batches.lengths[-1]]
 
+    @property
+    def abstract_gradients(self) -> Any:
+        """Shapes, dtypes and shardings of the gradients: those of what trains."""
+        return trained_part(self.abstract.params, self.model.trainable)
+
 
 def build_setup(config: Config, devices: Sequence[jax.Device] | None = None) -> Setup:
     """Builds the mesh, the model and the step functions; no large array is made.
@@ -59,14 +65,15 @@ def build_setup(config: Config, devices: Sequence[jax.Device] | None = None) -> 
     options = compiler_options(config.compile, platform)
     check_options(options, base.devices[0])
     schedule = build_schedule(config.optimizer, config.train.steps)
-    optimizer = build_optimizer(config.optimizer, schedule, model.decays)
+    optimizer = build_optimizer(config.optimizer, schedule, trained_part(model.decays, model.trainable))
     _check_keys(config, base.mesh)
     keys = ShardingKeys(config.parallel.shard_optimizer_over_data, config.optimizer.optimizer_memory_host_offload)
     shardings = state_shardings(model, optimizer, base.mesh, base.rules, keys)
     abstract = abstract_state(model, optimizer, shardings.rest)
     if present:
-        _require_memory(config, abstract, base.devices)
-    placement = Placement(shardings.gradients, shardings.moments if keys.on_host else None)
+        _require_memory(config, abstract, trained_part(abstract.params, model.trainable), base.devices)
+    moments = shardings.moments if keys.on_host else None
+    placement = Placement(shardings.gradients, moments, model.trainable)
     step = build_train_step(base.loss, optimizer, schedule, config.train, config.optimizer, placement)
     return Setup(
         **vars(base),
@@ -104,7 +111,7 @@ def _step_works(config: Config, base: EvalSetup, *, measure_peak: bool) -> dict[
     peak = peak_tflops(given, base.mesh.local_devices[0], dtype) if measure_peak else None
     return {
         length: StepWork(
-            step_flops=train_step_flops(config.model, base.rows, length).total,
+            step_flops=train_step_flops(config.model, base.rows, length, active_adapters(base.model)).total,
             padded_tokens=base.rows * length,
             num_devices=len(base.devices),
             peak_tflops=peak,
@@ -118,10 +125,10 @@ def describe_mesh(mesh: Mesh) -> str:
     return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
 
 
-def _require_memory(config: Config, abstract: TrainState, devices: list[jax.Device]) -> None:
+def _require_memory(config: Config, abstract: TrainState, gradients: Any, devices: list[jax.Device]) -> None:
     available = device_memory_bytes(devices)
-    # Gradients are as large as the parameters and exist beside the state at the end of the backward pass.
-    needed = device_bytes(abstract) + device_bytes(abstract._replace(opt_state=()))
+    # Gradients exist beside the state at the end of the backward pass.
+    needed = device_bytes(abstract) + device_bytes(gradients)
     if available is None or needed <= available:
         return
     given = {**config.parallel.degrees("dcn"), **config.parallel.degrees("ici")}

@@ -12,6 +12,7 @@ from maxlite.config.schema import LogicalAxisRules
 from maxlite.model.build import Model
 from maxlite.parallel.devices import HOST_MEMORY
 from maxlite.parallel.sharding import entry_axes, num_parts
+from maxlite.train.trained import trained_part
 
 
 class ShardingKeys(NamedTuple):
@@ -22,7 +23,7 @@ class ShardingKeys(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """step: int32, the number of steps done; params: nested dict; opt_state: optax's.
+    """step: int32, the number of steps done; params: nested dict; opt_state: optax's, of what trains.
 
     Also the same tree of shapes or of shardings.
     """
@@ -34,16 +35,16 @@ class TrainState(NamedTuple):
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """Returns the state before the first step, with initial parameters."""
-    return fresh_state(model.init(key), optimizer)
+    return fresh_state(model.init(key), model, optimizer)
 
 
-def fresh_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def fresh_state(params: Any, model: Model, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns the state before the first step, with given parameters."""
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
+    return TrainState(jnp.int32(0), params, optimizer.init(trained_part(params, model.trainable)))
 
 
 class StateShardings(NamedTuple):
-    """rest: of the state between steps. gradients: like the parameters. moments: like opt_state, while a step works."""
+    """rest: of the state between steps. gradients: like what trains. moments: like opt_state, while a step works."""
 
     rest: TrainState
     gradients: Any
@@ -60,9 +61,10 @@ def state_shardings(
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = model.shardings(mesh, rules)
-    shapes = model.abstract_params
-    # ZeRO-1 (arXiv:1910.02054): each device of the data axis updates a part of the weights that all of them hold.
-    split = jax.tree.map(split_over_data, params, shapes) if keys.over_data else params
+    split, shapes = (trained_part(tree, model.trainable) for tree in (params, model.abstract_params))
+    if keys.over_data:
+        # ZeRO-1 (arXiv:1910.02054): each device of the data axis updates a part of the weights that all of them hold.
+        split = jax.tree.map(split_over_data, split, shapes)
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -93,7 +95,7 @@ def split_over_data(sharding: NamedSharding, shape: jax.ShapeDtypeStruct) -> Nam
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
     """Returns the state as ShapeDtypeStructs with `shardings`, as a restore wants it."""
-    shapes = jax.eval_shape(lambda params: fresh_state(params, optimizer), model.abstract_params)
+    shapes = jax.eval_shape(lambda params: fresh_state(params, model, optimizer), model.abstract_params)
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
     )

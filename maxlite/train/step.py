@@ -15,6 +15,7 @@ from maxlite.parallel.sharding import split_rows
 from maxlite.train.optimizer import Schedule
 from maxlite.train.router_bias import with_updated_biases
 from maxlite.train.state import TrainState
+from maxlite.train.trained import Divided, divided, joined, trained_part
 
 # Float32 logits of one tile stay below this, when num_vocab_tiling=0 leaves the choice to us: small enough for a
 # last-level cache on a CPU, and nothing beside the weights elsewhere.
@@ -108,13 +109,15 @@ def automatic_tiles(shape: tuple[int, int], vocab_size: int) -> int:
 
 
 class Placement(NamedTuple):
-    """Where the step works, as trees of shardings; None leaves it to the partitioner.
+    """What the step works on and where, as trees of shardings; None leaves it to the partitioner.
 
-    gradients: like the parameters. moments: like the optimizer's state, on the devices, if it rests elsewhere.
+    gradients: like what trains. moments: like the optimizer's state, on the devices, if it rests elsewhere.
+    trainable: bools like the parameters, which of them train; None: all.
     """
 
     gradients: Any = None
     moments: Any = None
+    trainable: Any = None
 
 
 def build_train_step(
@@ -129,25 +132,29 @@ def build_train_step(
 
     Losses and gradients are those of the mean over all real targets of the batch (for the load-balance loss: over all
     real tokens), however it is cut into micro-batches: their number is known before the first of them runs.
+    Parameters that do not train have no gradients and no moments, and come out as they went in.
     """
     threshold = clip.gradient_clipping_threshold
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         targets = jnp.sum(batch.loss_mask)
         scales = Scales(1.0 / jnp.maximum(targets, 1.0), 1.0 / jnp.maximum(_num_tokens(batch), 1.0))
-        sums, gradients = _gradients(loss, state.params, batch, scales, train, placement)
+        trainable = jax.tree.map(lambda _: True, state.params) if placement.trainable is None else placement.trainable
+        params = divided(state.params, trainable)
+        sums, gradients = _gradients(loss, params, batch, scales, train, placement)
         raw_norm = _norm(gradients)
         norm = raw_norm if threshold == 0 else jnp.minimum(raw_norm, threshold)
         # A norm of 0 leaves nothing to scale; NaN and inf go through, to be seen in the loss.
         factor = norm / jnp.where(raw_norm == 0, 1.0, raw_norm)
-        gradients = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), gradients, state.params)
+        gradients = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), gradients, params.trained)
         moments = state.opt_state
         if placement.moments is not None:
             moments = jax.device_put(moments, placement.moments)
-        updates, moments = optimizer.update(gradients, moments, state.params, has_targets=targets > 0)
-        params = optax.apply_updates(state.params, updates)
+        updates, moments = optimizer.update(gradients, moments, params.trained, has_targets=targets > 0)
+        trained = optax.apply_updates(params.trained, updates)
+        new_params = joined(trained, params.frozen)
         if train.routed_bias_update_rate:
-            params = with_updated_biases(params, sums.loads, train.routed_bias_update_rate)
+            new_params = with_updated_biases(new_params, sums.loads, train.routed_bias_update_rate)
         metrics = {
             "loss": _total(sums, train),
             "lm_loss": sums.lm_loss,
@@ -155,14 +162,14 @@ def build_train_step(
             "total_weights": targets,
             "raw_grad_norm": raw_norm,
             "grad_norm": norm,
-            "param_norm": _norm(params),
+            "param_norm": _norm(trained_part(new_params, trainable)),
             "current_learning_rate": schedule(state.step),
             **_routing_metrics(sums),
         }
         if sums.source_losses is not None and sums.source_targets is not None:
             metrics[SOURCE_LOSSES] = sums.source_losses / scales.target
             metrics[SOURCE_TARGETS] = sums.source_targets
-        return TrainState(state.step + 1, params, moments), metrics
+        return TrainState(state.step + 1, new_params, moments), metrics
 
     return train_step
 
@@ -186,29 +193,29 @@ def _norm(tree: Any) -> jax.Array:
 
 
 def _gradients(
-    loss: LossFunction, params: Any, batch: Batch, scales: Scales, train: TrainConfig, placement: Placement
+    loss: LossFunction, params: Divided, batch: Batch, scales: Scales, train: TrainConfig, placement: Placement
 ) -> tuple[LossSums, Any]:
-    def total(params: Any, batch: Batch) -> tuple[jax.Array, LossSums]:
-        sums = loss(params, batch, scales)
+    def total(trained: Any, batch: Batch) -> tuple[jax.Array, LossSums]:
+        sums = loss(joined(trained, params.frozen), batch, scales)
         return _total(sums, train), sums
 
-    def gradient(params: Any, batch: Batch) -> tuple[LossSums, Any]:
-        gradients, sums = jax.grad(total, has_aux=True)(params, batch)
+    def gradient(trained: Any, batch: Batch) -> tuple[LossSums, Any]:
+        gradients, sums = jax.grad(total, has_aux=True)(trained, batch)
         return sums, gradients if placement.gradients is None else jax.lax.with_sharding_constraint(
             gradients, placement.gradients
         )
 
     micro_batches = train.gradient_accumulation_steps
     if micro_batches == 1:
-        return gradient(params, batch)
+        return gradient(params.trained, batch)
 
     def accumulate(carry: Any, micro_batch: Batch) -> tuple[Any, None]:
         # Sums of many small terms are kept in float32 even where the weights are not.
-        added = jax.tree.map(lambda total, new: total + new.astype(total.dtype), carry, gradient(params, micro_batch))
-        return added, None
+        new = gradient(params.trained, micro_batch)
+        return jax.tree.map(lambda total, new: total + new.astype(total.dtype), carry, new), None
 
     parts = _split_batch(batch, micro_batches)
-    shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda part: part[0], parts))
+    shapes = jax.eval_shape(gradient, params.trained, jax.tree.map(lambda part: part[0], parts))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
     return jax.lax.scan(accumulate, zeros, parts)[0]
 

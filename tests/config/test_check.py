@@ -146,6 +146,27 @@ BROKEN = {
             ["query_wa_proj=device", "decoder_layer_input, query_proj, key_proj", "mlpwo", "query_wa_proj=remat"],
         ),
     ],
+    "check_quant_rules": [
+        (["lora_module_path=(", "lora_rank=2"], ["lora_module_path='('", "regular expression"]),
+        (["quant_rules=[{module_path: a, act_qtype: int8}]"], ["'a'", "weight_qtype"]),
+        (["quant_rules=[{module_path: a, weight_qtype: int8, bwd_qtype: int8}]"], ["'a'", "bwd_qtype", "act_qtype"]),
+    ],
+    "check_stored_weights": [
+        (["weight_quantization=int8", "quantization=int8"], ["weight_quantization=int8", "quantization"]),
+        (["weight_quantization=nf4", "weight_quant_tile_size=7"], ["weight_quant_tile_size=7", "nf4"]),
+    ],
+    "check_adapters": [
+        (
+            ["lora_rank=2", "mlp_pattern=moe", *MOE, "routed_bias=true", "routed_bias_update_rate=0.1"],
+            ["lora_rank=2", "routed_bias_update_rate=0.1"],
+        ),
+    ],
+    "check_cache": [
+        (
+            ["quantize_kvcache=true", "kv_quant_dtype=int4", "head_dim=7", "partial_rotary_factor=0.6"],
+            ["kv_quant_dtype=int4", "head_dim=7", "int8"],
+        ),
+    ],
     "check_schedule": [
         (
             ["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"],

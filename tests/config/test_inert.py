@@ -23,3 +23,18 @@ def test_keys_of_softmax_attention_where_no_layer_has_it():
 def test_what_acts_and_what_only_stands_in_base_yml_is_not_named():
     assert inert_keys(load_config("base.yml", ["opt_type=sgd", "enable_checkpointing=false"], {})) == []
     assert inert_keys(load_config("base.yml", ["adam_b1=0.5", "profiler=xplane", "profiler_steps=2"], {})) == []
+
+
+def test_keys_of_quantization():
+    given = [
+        "remat_policy=minimal_with_quantization",
+        "kv_quant_dtype=int4",
+        "lora_alpha=3",
+        "weight_quant_tile_size=8",
+    ]
+    lines = inert_keys(load_config("base.yml", given, {}))
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        "remat_policy", "weight_quant_tile_size", "kv_quant_dtype", "lora_alpha"
+    ]  # fmt: skip
+    acting = ["quantization=int8", "quantize_kvcache=true", "lora_rank=2"]
+    assert inert_keys(load_config("base.yml", [*given[:3], *acting], {})) == []

@@ -225,6 +225,7 @@ VARIANTS = [
     ["run_name=007", "dataset_path=a,b c", "prompt= x:\n# 'é", "profiler=xplane", "learning_rate=1e-7",
      "attention_pattern=local,full", "sliding_window_size=8", "logical_axis_rules=[[embed, [fsdp]], [norm, null]]"],
     ["dataset_mixture=[{path: a, weight: 2, epochs: 3}, {path: b, weight: 1, name: x}]"],
+    ["quantization=int8", "quant_rules=[{module_path: '.*/mlp/.*', weight_qtype: int8}, {module_path: a}]"],
     ["packing=false", "padding_buckets=64,128", "train_data_columns=prompt,completion", "dataset_type=jsonl"],
     ["prompt=${HOME}", "decode_seed=7", "num_epoch=2", "mu_dtype=bfloat16", "jax_cache_dir=null"],
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 import pytest
 
+from maxlite.config.quant_schema import QuantRule
 from maxlite.config.schema import KEYS
-from maxlite.config.values import describe_allowed, parse_value
+from maxlite.config.values import describe_allowed, parse_value, plain_value
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,35 @@ def test_mixtures(raw, rows):
 def test_not_a_mixture(raw, problem):
     with pytest.raises(ValueError, match=problem):
         parse_value(KEYS["dataset_mixture"], raw)
+
+
+def test_rules_of_quantization():
+    rows = [
+        {"module_path": ".*/mlp/.*", "weight_qtype": "int8", "tile_size": 32},
+        {"module_path": "a", "act_qtype": None},
+    ]
+    expected = (QuantRule(".*/mlp/.*", "int8", None, None, 32), QuantRule("a"))
+    assert parse_value(KEYS["quant_rules"], rows) == expected
+    assert parse_value(KEYS["quant_rules"], str(rows).replace("None", "null")) == expected
+    assert parse_value(KEYS["quant_rules"], [plain_value(rule) for rule in expected]) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ("a", "not a list like"),
+        ("[]", "not a list like"),
+        ("[{weight_qtype: int8}]", "module_path is missing"),
+        ("[{module_path: a, qtype: int8}]", "unknown qtype"),
+        ("[{module_path: '(', weight_qtype: int8}]", "no regular expression"),
+        ("[{module_path: a, weight_qtype: int3}]", "'int3'.*is none of int8, int4"),
+        ("[{module_path: a, weight_qtype: int8, calibration: most}]", "'most'.*is none of absmax"),
+        ("[{module_path: a, weight_qtype: int8, tile_size: 1}]", "at least 2"),
+    ],
+)
+def test_not_rules_of_quantization(raw, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_value(KEYS["quant_rules"], raw)
 
 
 @pytest.mark.parametrize("raw", ["64,128", "[64, 128]", [64, 128]])

@@ -20,7 +20,8 @@ from maxlite.hf.family_lines import Family
 from maxlite.hf.folder import read_folder
 from maxlite.hf.load import load_folder as read_weights
 from maxlite.hf.load import plan_of
-from maxlite.hf.writer import new_folder, new_tensors, write_tensors
+from maxlite.hf.shards import make_shards
+from maxlite.hf.writer import fill_tensors, new_folder, new_tensors
 from maxlite.model.build import Model, Params, build_model
 from tests.hf.cases import LONG_PROMPTS
 from tests.hf.noise import noisy_tensors
@@ -98,9 +99,9 @@ def export_folder(loaded: Loaded, path: Path) -> None:
     with new_folder(path) as unfinished:
         config = write_config(loaded.family, loaded.config.model, "float32")
         (unfinished / "config.json").write_text(json.dumps(config))
-        write_tensors(
-            plan, lambda name: np.asarray(values[name]), unfinished, new_tensors(plan, None), lambda count: None
-        )
+        tensors = new_tensors(plan, None)
+        locations = make_shards(unfinished, tensors, 10**9)
+        fill_tensors(plan, lambda name: np.asarray(values[name]), locations, tensors, lambda count: None)
 
 
 def all_logits(loaded: Loaded) -> list[np.ndarray]:

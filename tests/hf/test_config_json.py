@@ -13,9 +13,10 @@ import pytest
 from maxlite.config.load import load_config, model_names
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import ConversionError
-from maxlite.hf.config_json import family_for, inexpressible_keys, quantization_method, read_config, write_config
+from maxlite.hf.config_json import family_for, inexpressible_keys, read_config, write_config
 from maxlite.hf.families import BY_MODEL_TYPE, FAMILIES
 from maxlite.hf.family_canonical import canonical, default_config
+from maxlite.hf.quantization_json import quantization_method
 from tests.hf.published import NEW_ROPE, OLD_ROPE_KEYS, PUBLISHED
 
 GOLDENS = sorted((Path(__file__).parents[1] / "golden" / "hf").glob("*.json"))
@@ -279,7 +280,10 @@ BAD = {
     "encoder": ({"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
     "architecture": ({"architectures": ["LlamaForSequenceClassification"]}, ["may be LlamaForCausalLM"]),
     "architecture of another": ({"architectures": ["MistralForCausalLM"]}, ["architectures=['MistralForCausalLM']"]),
-    "quantization": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["'gptq'", "fp8 or mxfp4"]),
+    "quantization": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        ["'gptq'", "fp8, mxfp4 or compressed-tensors"],
+    ),
     "mxfp4 elsewhere": ({"quantization_config": {"quant_method": "mxfp4"}}, ["gpt_oss only"]),
     "fp8 blocks": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 0]}},

@@ -21,8 +21,9 @@ from maxlite.hf.plan import check_tensors, plan_tensors
 from maxlite.hf.reader import num_bytes, read_parameters
 from maxlite.hf.rules import Rule, Table
 from maxlite.hf.safetensors import SafetensorsSource
+from maxlite.hf.shards import make_shards
 from maxlite.hf.transforms import kernel, same
-from maxlite.hf.writer import new_folder, new_tensors, write_tensors
+from maxlite.hf.writer import fill_tensors, new_folder, new_tensors
 
 L, D, F, V = 14, 1024, 4096, 12000
 parts = [f"mlp/{part}/kernel" for part in ("gate", "up", "down")]
@@ -47,7 +48,8 @@ base = peak()
 if not folder.exists():
     size = sum(tensor.nbytes for tensor in new_tensors(plan, None))
     with new_folder(folder) as unfinished:
-        write_tensors(plan, fetch, unfinished, new_tensors(plan, None), lambda count: None, size // 20)
+        tensors = new_tensors(plan, None)
+        fill_tensors(plan, fetch, make_shards(unfinished, tensors, size // 20), tensors, lambda count: None)
 else:
     source = SafetensorsSource(folder)
     check_tensors(plan, source)

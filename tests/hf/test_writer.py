@@ -17,13 +17,15 @@ import maxlite.hf.writer
 from maxlite.errors import ConversionError
 from maxlite.hf.plan import check_tensors
 from maxlite.hf.safetensors import SafetensorsSource
-from maxlite.hf.writer import new_folder, new_tensors, write_tensors
+from maxlite.hf.shards import make_shards
+from maxlite.hf.writer import fill_tensors, new_folder, new_tensors
 from tests.hf.tiny_tree import by_hand, random_params, read_whole, tiny_plan
 
 
 def write(plan, params, folder: Path, dtype=None, max_shard_bytes: int = 10**9) -> list[int]:
     counts: list[int] = []
-    write_tensors(plan, params.__getitem__, folder, new_tensors(plan, dtype), counts.append, max_shard_bytes)
+    tensors = new_tensors(plan, dtype)
+    fill_tensors(plan, params.__getitem__, make_shards(folder, tensors, max_shard_bytes), tensors, counts.append)
     return counts
 
 
@@ -124,7 +126,8 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 
     with pytest.raises(ConversionError, match="out could not be written: .*No space left on device"):
         with new_folder(tmp_path / "out") as folder:
-            write_tensors(plan, fetch, folder, new_tensors(plan, None), lambda count: None)
+            tensors = new_tensors(plan, None)
+            fill_tensors(plan, fetch, make_shards(folder, tensors, 10**9), tensors, lambda count: None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -56,6 +56,18 @@ def test_decoding_has_two_programs(config, capsys):
     assert 10 * step < prefill
 
 
+@pytest.mark.parametrize(("overrides", "number"), [((), 4), (("quantize_kvcache=true", "kv_quant_dtype=int4"), 0.75)])
+def test_bytes_of_the_cache(config, capsys, overrides, number):
+    print_estimate(config("max_new_tokens=16", *overrides), True, decode=True)
+    shown = json.loads(capsys.readouterr().out)
+    # Of a device: 2 rows of 32 slots, 1 head of 16 keys and values in 2 layers; positions and segments of all rows.
+    assert 0 <= shown["cache"] - 2 * 32 * 2 * 2 * 16 * number <= 8 * 32 * 2 * 4 + 4
+    step = shown["programs"][1]["memory"]
+    assert 0 < step["arguments"] - shown["parameters"] - shown["cache"] < 200
+    print_estimate(config("max_new_tokens=16", *overrides), False, decode=True)
+    assert re.search(r"^cache\s", capsys.readouterr().out, re.M)
+
+
 def test_what_does_not_fit_comes_with_three_fixes(config, capsys, monkeypatch):
     monkeypatch.setattr("maxlite.estimate.run.device_memory_bytes", lambda devices: 100_000)
     print_estimate(config("remat_policy=minimal"), False)

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxlite.config.check_remat import remat_tensors
+from maxlite.config.compute_schema import LAYER_INPUT, REMAT_POLICY_NAMES, REMAT_TENSORS
 from maxlite.config.layers import LayerSpec
 from maxlite.config.load import load_config, model_names
-from maxlite.config.schema import LAYER_INPUT, REMAT_POLICY_NAMES, REMAT_TENSORS
 from maxlite.model.block import Block
 from maxlite.model.build import build_model
 from maxlite.model.remat import OFFLOADED_NAMES, SAVED_NAMES, kept_names, rematerialize

@@ -164,7 +164,7 @@ def test_a_shared_projection_is_one_weight(tiny_config, rngs):
 
 
 def test_a_cache_has_the_heads_of_its_kind(tiny_config):
-    model = tiny_config(*GLOBAL).model
+    config = tiny_config(*GLOBAL)
     for kind, heads in (("full", (1, 24)), ("local", (2, 16))):
-        cache = Attention.init_cache(LayerSpec(kind, "dense"), model, "float32", 3, 5)
+        cache = Attention.init_cache(LayerSpec(kind, "dense"), config.model, config.compute, 3, 5)
         assert cache.key.shape == cache.value.shape == (3, 5, *heads)

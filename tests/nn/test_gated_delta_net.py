@@ -27,7 +27,7 @@ def build(tiny_config, dtype="float32"):
     graphdef, state = nnx.split(layer)
     generator = np.random.default_rng(1)
     state = jax.tree.map(lambda leaf: leaf + jnp.asarray(generator.normal(size=leaf.shape) * 0.2, leaf.dtype), state)
-    return nnx.merge(graphdef, state), config.model
+    return nnx.merge(graphdef, state), config
 
 
 def weights_of(layer):
@@ -96,9 +96,9 @@ def test_layer_is_the_reference_and_documents_do_not_touch(tiny_config, segments
 @pytest.mark.parametrize("lengths", [pytest.param((9, 9), marks=pytest.mark.slow), (6, 9), (1, 4)])
 def test_a_cache_continues_where_padded_prompts_end(tiny_config, lengths):
     """Prompts of unequal lengths, in parts of 4 and 5 tokens and padded on the right; then token by token."""
-    layer, model = build(tiny_config)
+    layer, config = build(tiny_config)
     whole, _ = layer(jnp.asarray(INPUT), context_of(None), None)
-    cache = GatedDeltaNet.init_cache(SPEC, model, "float32", BATCH, 99)
+    cache = GatedDeltaNet.init_cache(SPEC, config.model, config.compute, BATCH, 99)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
     real = np.arange(LENGTH) < np.asarray(lengths)[:, None]
     for start, stop in ((0, 4), (4, 9)):
@@ -116,17 +116,17 @@ def test_a_cache_continues_where_padded_prompts_end(tiny_config, lengths):
 
 
 def test_a_step_of_padding_changes_nothing(tiny_config):
-    layer, model = build(tiny_config)
+    layer, config = build(tiny_config)
     random = np.random.default_rng(2)
-    empty = GatedDeltaNet.init_cache(SPEC, model, "float32", BATCH, 1)
+    empty = GatedDeltaNet.init_cache(SPEC, config.model, config.compute, BATCH, 1)
     cache = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), empty)
     _, after = layer(jnp.asarray(INPUT[:, :1]), context_of(np.zeros((BATCH, 1), np.int32)), cache)
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
 def test_bfloat16_keeps_its_memory_in_float32(tiny_config):
-    layer, model = build(tiny_config, "bfloat16")
-    cache = GatedDeltaNet.init_cache(SPEC, model, "bfloat16", BATCH, 1)
+    layer, config = build(tiny_config, "bfloat16")
+    cache = GatedDeltaNet.init_cache(SPEC, config.model, config.compute, BATCH, 1)
     assert isinstance(cache, DeltaCache) and cache.value.dtype == jnp.bfloat16 and cache.memory.dtype == jnp.float32
     found, cache = layer(jnp.asarray(INPUT, jnp.bfloat16), context_of(np.ones((BATCH, LENGTH), np.int32)), cache)
     assert found.dtype == jnp.bfloat16 and cache.memory.dtype == jnp.float32 and cache.value.dtype == jnp.bfloat16

@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +5,11 @@ import pytest
 from flax import nnx
 
 from maxlite.config.layers import LayerSpec
+from maxlite.nn import mla
 from maxlite.nn.attention import AttentionContext
+from maxlite.nn.cache import write_slots
 from maxlite.nn.mla import LatentCache, MultiHeadLatentAttention
+from maxlite.ops.kv_quantization import mixed, mixed_numbers, unmixed
 
 BATCH, LENGTH, DIM, HEADS = 2, 9, 32, 4
 QUERY_RANK, RANK, CONTENT, ROPE, VALUE = 12, 10, 8, 6, 5
@@ -129,10 +130,10 @@ def test_against_numpy(overrides, interleave, tiny_config):
     ],
 )
 def test_scores_are_scaled(overrides, scale, tiny_config):
-    layer, _ = build(tiny_config, *overrides, "original_max_position_embeddings=64")
+    layer, config = build(tiny_config, *overrides, "original_max_position_embeddings=64")
     expected = reference(in_float64(layer), INPUT, scale)
     np.testing.assert_allclose(found(layer), expected, atol=2e-5)
-    np.testing.assert_allclose(cached_outputs(layer, [LENGTH])[0], expected, atol=2e-5)
+    np.testing.assert_allclose(cached_outputs(layer, config, [LENGTH])[0], expected, atol=2e-5)
 
 
 def test_epsilon_of_the_latent_norms(tiny_config):
@@ -143,19 +144,18 @@ def test_epsilon_of_the_latent_norms(tiny_config):
     np.testing.assert_allclose(found(layer, INPUT * 1e-3), expected, atol=2e-5)
 
 
-def cached_outputs(layer, lengths, dtype="float32", slots=LENGTH + 4):
+def cached_outputs(layer, config, lengths, slots=LENGTH + 4):
     """Runs the tokens in pieces of these lengths. Returns outputs [B, T, D] and the cache."""
-    model = dataclasses.make_dataclass("Sizes", ["kv_lora_rank", "qk_rope_head_dim"])(RANK, ROPE)
-    cache = MultiHeadLatentAttention.init_cache(SPEC, model, dtype, BATCH, slots)
+    cache = MultiHeadLatentAttention.init_cache(SPEC, config.model, config.compute, BATCH, slots)
     # What the slots hold before they are written must not matter, if only their segment is 0.
-    cache = jax.tree.map(lambda leaf: leaf + 1000, cache)
+    cache = jax.tree.map(lambda leaf: leaf + jnp.asarray(1000).astype(leaf.dtype), cache)
     outputs, start = [], 0
     for length in lengths:
         piece = slice(start, start + length)
         positions, segments = (np.zeros((BATCH, slots), np.int32) for _ in range(2))
         positions[:, : piece.stop], segments[:, : piece.stop] = POSITIONS[:, : piece.stop], SEGMENTS[:, : piece.stop]
         context = context_of(POSITIONS[:, piece], SEGMENTS[:, piece], (positions, segments), start)
-        output, cache = layer(jnp.asarray(INPUT[:, piece], dtype), context, cache)
+        output, cache = layer(jnp.asarray(INPUT[:, piece], config.compute.dtype), context, cache)
         outputs.append(output)
         start += length
     return jnp.concatenate(outputs, axis=1), cache
@@ -164,8 +164,8 @@ def cached_outputs(layer, lengths, dtype="float32", slots=LENGTH + 4):
 @pytest.mark.parametrize("lengths", [[LENGTH], [5, 1, 1, 1, 1], [2, 4, 3], [1] * LENGTH], ids=str)
 @pytest.mark.parametrize("overrides", [(), LOW_RANK + BIASED], ids=["direct", "biased"])
 def test_cached_equals_uncached(overrides, lengths, tiny_config):
-    layer, _ = build(tiny_config, *overrides)
-    outputs, cache = cached_outputs(layer, lengths)
+    layer, config = build(tiny_config, *overrides)
+    outputs, cache = cached_outputs(layer, config, lengths)
     np.testing.assert_allclose(outputs, found(layer), atol=2e-5)
     assert isinstance(cache, LatentCache)
     assert cache.latent.shape == (BATCH, LENGTH + 4, RANK) and cache.rope_key.shape == (BATCH, LENGTH + 4, ROPE)
@@ -173,12 +173,12 @@ def test_cached_equals_uncached(overrides, lengths, tiny_config):
 
 
 def test_cache_holds_normed_latents_and_turned_keys(tiny_config):
-    layer, _ = build(tiny_config)
+    layer, config = build(tiny_config)
     weights = in_float64(layer)
     both = np.einsum("btd,dr->btr", INPUT, weights["key_value_a/kernel"])
     latent = both[..., :RANK] / np.sqrt(np.mean(both[..., :RANK] ** 2, -1, keepdims=True) + 1e-6)
     turned = (both[..., RANK::2] + 1j * both[..., RANK + 1 :: 2]) * np.exp(1j * turns(POSITIONS))
-    _, cache = cached_outputs(layer, [4, 5])
+    _, cache = cached_outputs(layer, config, [4, 5])
     np.testing.assert_allclose(cache.latent[:, :LENGTH], latent * weights["key_value_a_norm/scale"], atol=2e-5)
     rope_key = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(cache.rope_key[:, :LENGTH], rope_key, atol=2e-5)
@@ -192,16 +192,52 @@ def test_cached_step_makes_no_key_for_each_head(tiny_config):
         tokens = np.zeros((BATCH, length), np.int32)
         keys = (np.zeros((BATCH, slots), np.int32),) * 2 if cached else None
         context = context_of(tokens, tokens, keys, 0 if cached else None)
-        cache = MultiHeadLatentAttention.init_cache(SPEC, config.model, "float32", BATCH, slots) if cached else None
+        arguments = (SPEC, config.model, config.compute, BATCH, slots)
+        cache = MultiHeadLatentAttention.init_cache(*arguments) if cached else None
         return jax.jit(lambda x: layer(x, context, cache)[0]).lower(jnp.zeros((BATCH, length, DIM))).as_text()
 
     assert f"{slots}x{HEADS}x{CONTENT}" in lowered(slots, cached=False)
     assert f"{slots}x{HEADS}x" not in lowered(1, cached=True)
 
 
+@pytest.mark.parametrize(("dtype", "largest", "error"), [("int8", 127.0, 0.01), ("int4", 7.4999, 0.2)])
+def test_latents_and_turned_keys_are_rounded_apart(dtype, largest, error, tiny_config):
+    layer, exact_config = build(tiny_config, *LOW_RANK)
+    _, exact = cached_outputs(layer, exact_config, [LENGTH])
+    _, config = build(tiny_config, "quantize_kvcache=true", f"kv_quant_dtype={dtype}")
+    outputs, cache = cached_outputs(layer, config, [4, 1, 4])
+    for slots, numbers in zip(cache, exact, strict=True):
+        numbers = np.asarray(mixed(numbers), np.float64)[:, :LENGTH]
+        scale = np.abs(numbers).max(-1, keepdims=True) / largest
+        np.testing.assert_allclose(slots.scale[:, :LENGTH], scale, rtol=1e-4)
+        assert slots.codes.shape == (BATCH, LENGTH + 4, numbers.shape[-1] // (1 if dtype == "int8" else 2))
+        found = np.asarray(mixed_numbers(slots, jnp.dtype("float32")))[:, :LENGTH]
+        assert (np.abs(found - numbers) <= 0.5001 * scale).all()
+    expected = reference(in_float64(layer), INPUT, SCALE)
+    assert 0 < np.abs(np.asarray(outputs) - expected).mean() < error * np.abs(expected).mean()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_is_read_is_what_was_rounded(dtype, tiny_config, monkeypatch):
+    """Two runs: with rounded slots; and with float ones that numbers are rounded on their way to."""
+    layer, config = build(tiny_config, "quantize_kvcache=true", f"kv_quant_dtype={dtype}")
+    found, _ = cached_outputs(layer, config, [4, 1, 4])
+
+    def write_rounded(stored, new, index):
+        largest, end = {"int8": (127.0, 128), "int4": (7.4999, 8)}[dtype]
+        new = mixed(new)
+        scale = jnp.max(jnp.abs(new), axis=-1, keepdims=True) / largest
+        return write_slots(stored, unmixed(jnp.clip(jnp.round(new / scale), -end, end - 1) * scale), index)
+
+    monkeypatch.setattr(mla, "write_slots", write_rounded)
+    layer, config = build(tiny_config)
+    expected, _ = cached_outputs(layer, config, [4, 1, 4])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_padding_gives_zeros(tiny_config):
-    layer, _ = build(tiny_config)
-    cached, _ = cached_outputs(layer, [6, 3])
+    layer, config = build(tiny_config)
+    cached, _ = cached_outputs(layer, config, [6, 3])
     for outputs in (found(layer), cached):
         assert (np.asarray(outputs)[SEGMENTS == 0] == 0).all()
         assert (np.abs(np.asarray(outputs)[SEGMENTS > 0]).max(-1) > 0).all()
@@ -251,9 +287,9 @@ def test_parameters_and_their_axes(tiny_config):
 
 
 def test_bfloat16(tiny_config):
-    layer, _ = build(tiny_config, *LOW_RANK, dtype="bfloat16")
+    layer, config = build(tiny_config, *LOW_RANK, dtype="bfloat16")
     expected = reference(in_float64(layer), INPUT, SCALE)
-    outputs, cache = cached_outputs(layer, [4, 1, 4], dtype="bfloat16")
+    outputs, cache = cached_outputs(layer, config, [4, 1, 4])
     assert cache.latent.dtype == cache.rope_key.dtype == jnp.bfloat16
     for output in (found(layer), outputs):
         assert output.dtype == jnp.bfloat16

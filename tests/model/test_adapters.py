@@ -1,0 +1,47 @@
+"""A whole model with adapters: it decodes as it trains, and computes what the merged kernels do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.model.build import build_model
+
+LATENT = (
+    "attention_pattern=[mla]",
+    "num_kv_heads=4",
+    "head_dim=12",
+    "qk_nope_head_dim=8",
+    "qk_rope_head_dim=4",
+    "v_head_dim=6",
+    "kv_lora_rank=16",
+    "q_lora_rank=16",
+)
+EXPERTS = ("mlp_pattern=[moe]", "num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16", "shared_expert_mlp_dim=8")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [LATENT, EXPERTS, pytest.param((*EXPERTS, "weight_quantization=int8"), marks=pytest.mark.slow)],
+    ids=["latent", "experts", "stored experts"],
+)
+def test_decoding_computes_what_training_does(tiny_config, keys):
+    config = tiny_config(*keys, "lora_rank=3", "lora_alpha=6")
+    model = build_model(config.model, config.compute)
+    draw = np.random.default_rng(0)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jnp.asarray(draw.normal(size=leaf.shape) * 0.3, leaf.dtype) if path[-1].key == "lora_b" else leaf
+        ),
+        model.init(jax.random.key(0)),
+    )
+    tokens = draw.integers(0, 64, (2, 8)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), tokens.shape)
+    whole = model.logits(params, model.apply(params, tokens, positions).hidden)
+    apart, cache = model.unstack(params), model.init_cache(2, 8, stacked=False)
+    step = jax.jit(lambda *given: model.apply(*given[:3], jnp.ones((2, 1), jnp.int32), given[3]))
+    for place in range(8):
+        now = slice(place, place + 1)
+        output = step(apart, tokens[:, now], positions[:, now], cache)
+        cache = output.cache
+        np.testing.assert_allclose(model.logits(apart, output.hidden)[:, 0], whole[:, place], atol=2e-4)
