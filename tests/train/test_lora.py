@@ -181,11 +181,9 @@ def test_the_compiled_step_holds_no_gradient_of_what_stays_and_copies_none_of_it
         pytest.param("dense", "ici_data=8 shard_optimizer_over_data=true", marks=pytest.mark.slow),
         pytest.param("dense", "ici_fsdp=8 optimizer_memory_host_offload=true", marks=pytest.mark.slow),
         pytest.param("dense", "ici_data=2 ici_fsdp=2 gradient_accumulation_steps=4", marks=pytest.mark.slow),
-        pytest.param("dense", "ici_context=4 ici_tensor=2", marks=pytest.mark.slow),
         pytest.param("dense", "ici_fsdp=4 ici_tensor=2 weight_quantization=int8", marks=pytest.mark.slow),
         pytest.param("dense", "ici_pipeline=2 ici_fsdp=4 weight_quantization=int4", marks=pytest.mark.slow),
         pytest.param("moe", "ici_expert=2 ici_fsdp=2 ici_tensor=2 weight_quantization=int8", marks=pytest.mark.slow),
-        pytest.param("moe", "ici_expert=2 ici_fsdp=2 ici_tensor=2", marks=pytest.mark.slow),
         pytest.param("moe", "ici_context=4 ici_tensor=2", marks=pytest.mark.slow),
         pytest.param(
             "mla", "ici_pipeline=2 ici_fsdp=2 ici_tensor=2 num_pipeline_microbatches=4", marks=pytest.mark.slow
