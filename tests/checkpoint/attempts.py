@@ -91,7 +91,9 @@ class Attempts:
         """The entries of the checkpoints' folder: a number is a whole step, and another name begins with its number."""
         # The server may see another file system at that place.
         folder = Path(f"/proc/{self.server.pid}/root{self.run}/checkpoints")
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
+        names = os.listdir(folder) if folder.is_dir() else []
+        # By the probe a save finds out whether it may write here; the next save takes away what a kill left of it.
+        return sorted(name for name in names if name != ".probe")
 
     def _environments(self) -> list[dict[str, str]]:
         if self.processes == 1:
