@@ -75,19 +75,28 @@ def import_folder(
         params = _read_folder(folder, model, notes, adapters)
         if adapters is not None:
             keep_adapter_config(adapters.folder, unfinished)
-        checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
-        try:
-            checkpointer = Checkpointer(unfinished, checkpoint, lean=True)
-            checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
-            checkpointer.close()
-        except CheckpointError as error:
-            # What that says of other steps and of training means nothing here.
-            raise ConversionError(f"{destination} could not be written: {str(error).splitlines()[0]}") from error
+        save_parameters(config, params, unfinished, destination)
         keep_files(folder.path, unfinished)
         name = folder.path.resolve().name
         (unfinished / "model.yml").write_text(dump_model(config, f"{name}, converted"))
         (unfinished / "config.yml").write_text(dump_config(config_of_run(config, destination, name)))
     return model
+
+
+def save_parameters(config: Config, params: Params, folder: Path, destination: Path) -> None:
+    """Writes parameters as step 0 of a run that is being made in `folder`, to become `destination`.
+
+    Raises:
+        ConversionError: they can't be written.
+    """
+    checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
+    try:
+        checkpointer = Checkpointer(folder, checkpoint, lean=True)
+        checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
+        checkpointer.close()
+    except CheckpointError as error:
+        # What that says of other steps and of training means nothing here.
+        raise ConversionError(f"{destination} could not be written: {str(error).splitlines()[0]}") from error
 
 
 def export_run(

@@ -18,6 +18,7 @@ from maxlite.errors import ConfigError
 from maxlite.nn.equipment import Adapter, Equipment, StoredForm
 from maxlite.nn.experts import ExpertLinear
 from maxlite.nn.linear import Linear
+from maxlite.ops.stored import contracted_dims
 
 # What the names of `quantization` stand for: dtypes of kernels, activations and incoming gradients.
 _NAMED_RULES = {
@@ -58,9 +59,7 @@ class Product:
     @property
     def summed_dims(self) -> tuple[int, ...]:
         """The kernel's dimensions that the product sums over."""
-        operands, output = self.equation.split("->")
-        kernel = operands.split(",")[1]
-        return tuple(place for place, letter in enumerate(kernel) if letter not in output)
+        return contracted_dims(self.equation)
 
 
 def equip(pattern: nnx.Module, group: str, compute: ComputeConfig, *, rngs: nnx.Rngs | None) -> None:

@@ -10,12 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.compute_schema import ComputeConfig
 from maxlite.config.schema import ModelConfig
-from maxlite.nn.equipment import PLAIN, Equipment
-from maxlite.nn.lora import add_adapter, factor
+from maxlite.nn.equippable import Equippable
+from maxlite.nn.lora import factor
 from maxlite.nn.mlp import build_gate
 from maxlite.nn.observe import note_input
 from maxlite.nn.param import param
-from maxlite.nn.stored import store_kernel
 from maxlite.ops.experts import NOT_CUT, Gathering, RowGroups, grouped_bias, grouped_product, whole
 from maxlite.ops.quantized_experts import Cuts, quantized_grouped_product
 from maxlite.ops.rounding import rounded
@@ -59,11 +58,10 @@ def build_placement(num_rows: int, length: int) -> Placement:
     return Placement(cutting_axes("batch", num_rows), (*cut, *sequence), sequence, experts, embed, hidden)
 
 
-class ExpertLinear(nnx.Module):
+class ExpertLinear(Equippable):
     """Each expert's matrix, and perhaps its bias."""
 
     equation = "ERD,EDF->ERF"
-    equippable = True
 
     def __init__(
         self,
@@ -75,6 +73,7 @@ class ExpertLinear(nnx.Module):
         rngs: nnx.Rngs | None,
     ):
         """Makes the kernel of `shape` [E, in, out], the last two named `axes`, and the bias [E, out]."""
+        super().__init__()
         dtype = compute.weight_dtype
         self.kernel_shape, self.kernel_axes = shape, ("exp", *axes)
         self.kernel = param(rngs, shape, self.kernel_axes, dtype=dtype, fan_in=shape[1])
@@ -82,15 +81,6 @@ class ExpertLinear(nnx.Module):
         if use_bias:
             self.bias = param(rngs, (shape[0], shape[2]), ("exp", axes[1]), dtype=dtype, value=0.0)
         self.dtype = jnp.dtype(compute.dtype)
-        self.equipment = PLAIN
-
-    def equip(self, equipment: Equipment, *, rngs: nnx.Rngs | None) -> None:
-        """Gives the experts what their path asks for: adapters beside the kernel, or codes in place of it."""
-        self.equipment = equipment
-        if equipment.adapter is not None:
-            add_adapter(self, equipment.adapter, rngs=rngs)
-        if equipment.stored is not None:
-            store_kernel(self, equipment.stored, rngs=rngs)
 
     def weights(self) -> Weights:
         """Returns the weights for `__call__` on each device: floats in the compute dtype, half the bytes to gather."""

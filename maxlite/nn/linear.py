@@ -7,18 +7,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlite.config.compute_schema import ComputeConfig
-from maxlite.nn.equipment import PLAIN, Equipment
-from maxlite.nn.lora import adapted, add_adapter, merged
+from maxlite.nn.equippable import Equippable
+from maxlite.nn.lora import adapted, merged
 from maxlite.nn.observe import note_input
 from maxlite.nn.param import param
-from maxlite.nn.stored import store_kernel, stored_kernel
+from maxlite.nn.stored import stored_kernel
 from maxlite.ops.product import product
 from maxlite.ops.quantized import quantized_product
 from maxlite.ops.rounding import rounded
 from maxlite.ops.stored import stored_product
 
 
-class Linear(nnx.Module):
+class Linear(Equippable):
     """`x` times a kernel as the equation says, for example "BTD,DNH->BTNH", and perhaps plus a bias, here [N, H]."""
 
     equippable = True
@@ -36,6 +36,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs | None,
     ):
         """Makes the kernel, whose fan-in is the size of the dimensions that the equation sums over, and the bias."""
+        super().__init__()
         operands, output = equation.split("->")
         letters = list(zip(operands.split(",")[1], shape, axes, strict=True))
         self.equation, self.kernel_shape, self.kernel_axes = equation, shape, axes
@@ -47,15 +48,6 @@ class Linear(nnx.Module):
             sizes, names = zip(*made, strict=True)
             self.bias = param(rngs, sizes, names, dtype=compute.weight_dtype, value=0.0)
         self.use_bias = use_bias
-        self.equipment = PLAIN
-
-    def equip(self, equipment: Equipment, *, rngs: nnx.Rngs | None) -> None:
-        """Gives the product what its path asks for: an adapter beside the kernel, or codes in place of it."""
-        self.equipment = equipment
-        if equipment.adapter is not None:
-            add_adapter(self, equipment.adapter, rngs=rngs)
-        if equipment.stored is not None:
-            store_kernel(self, equipment.stored, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the product in the compute dtype."""

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 import jax
-import jax.numpy as jnp
 
-from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.tree import leaf_paths
 from maxlite.config.check_quant import QUANT_CHECKS
 from maxlite.config.load import dump_config, dump_model
@@ -16,7 +14,8 @@ from maxlite.config.schema import Config
 from maxlite.data.batch import Batch
 from maxlite.data.pipeline import Dataset
 from maxlite.decode.run import parameters_path
-from maxlite.errors import CheckpointError, ConfigError, ConversionError
+from maxlite.errors import ConfigError
+from maxlite.hf.convert import save_parameters
 from maxlite.hf.equip_load import Intake
 from maxlite.hf.load import load_parameters
 from maxlite.hf.run_files import config_of_run, keep_files, keep_tokenizer, run_of
@@ -138,14 +137,7 @@ def _stored_config(config: Config) -> Config:
 
 
 def _write_run(config: Config, params: Params, source: Path, folder: Path, destination: Path) -> None:
-    checkpoint = dataclasses.replace(config.checkpoint, async_checkpointing=False)
-    try:
-        checkpointer = Checkpointer(folder, checkpoint, lean=True)
-        checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
-        checkpointer.close()
-    except CheckpointError as error:
-        # What that says of other steps and of training means nothing here.
-        raise ConversionError(f"{destination} could not be written: {str(error).splitlines()[0]}") from error
+    save_parameters(config, params, folder, destination)
     keep_files(run_of(source), folder)
     if config.data.tokenizer_path is not None:
         keep_tokenizer(Path(config.data.tokenizer_path).expanduser(), folder)
