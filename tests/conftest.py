@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,17 @@ _OWN_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlite-tests-")
 _CACHE = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+# Eight fake devices; and programs that run for a moment are better compiled fast than compiled well: in one piece, and
+# with the older, quicker emitters of fusions where XLA still has them.
+_FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
+]
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    # Eight fake devices; and programs that run for a moment are better compiled fast than compiled well.
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    "XLA_FLAGS": " ".join(_FLAGS),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -5,6 +5,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.decode.generate import padded_length
+from maxlite.decode.model import compiler_options
 from maxlite.decode.prompts import Prompt
 from maxlite.errors import ConfigError
 from maxlite.model.build import Model, Params
@@ -28,7 +30,7 @@ def write_logits(path: str, model: Model, params: Params, prompts: Sequence[Prom
     """
     length = padded_length(max(len(prompt.ids) for prompt in prompts))
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiler_options(model))
     def prompt_logits(params: Params, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(length)[None]
         return model.logits(params, model.apply(params, tokens, positions, segment_ids).hidden)[0]

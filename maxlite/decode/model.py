@@ -26,14 +26,14 @@ def without_drops(compute: ComputeConfig) -> ComputeConfig:
     return dataclasses.replace(compute, capacity_factor=None)
 
 
-def compiler_options(model: Model) -> dict[str, str | bool]:
-    """Returns options for programs of one array a layer.
+def compiler_options(model: Model, platform: str | None = None) -> dict[str, str | bool]:
+    """Returns options for programs of one array a layer; platform: as build_decode_model has it.
 
     Where kernels are in few bits, the scheduler of CPUs would begin with the floats of all layers, which wait for
     nothing, and hold them together.
     """
     in_few_bits = any(product.equipment.stored is not None for product in model.products)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = (platform or jax.default_backend()) == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if in_few_bits and on_cpu else {}
 
 

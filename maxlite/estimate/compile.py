@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,15 +64,20 @@ def compile_train_step(config: Config, target: Target) -> tuple[Setup, CompiledP
         return setup, compile_traced("train_step", traced, target)
 
 
-def compile_traced(name: str, traced: jax.stages.Traced, target: Target) -> CompiledProgram:
-    """Lowers and compiles; memory that does not suffice is a result, any other failure an error."""
+def compile_traced(
+    name: str, traced: jax.stages.Traced, target: Target, options: Mapping[str, str | bool] | None = None
+) -> CompiledProgram:
+    """Lowers and compiles; memory that does not suffice is a result, any other failure an error.
+
+    options: of the compiler, beside those that the traced program has.
+    """
     began = time.perf_counter()
     lowered = traced.lower()
     compiled, refusal = None, ""
     cache = contextlib.nullcontext() if target.topology is None else without_compile_cache()
     try:
         with cache:
-            compiled = lowered.compile()
+            compiled = lowered.compile(dict(options) if options else None)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(str(error)):
             raise

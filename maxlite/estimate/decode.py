@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.schema import Config
 from maxlite.decode.generate import BatchShape, Programs, padded_length
-from maxlite.decode.model import build_decode_model, rules_for_rows
+from maxlite.decode.model import build_decode_model, compiler_options, rules_for_rows
 from maxlite.decode.sampling import build_sampler
 from maxlite.errors import ConfigError
 from maxlite.estimate.compile import CompiledProgram, Target, compile_traced
@@ -43,7 +43,9 @@ def compile_decode(config: Config, target: Target) -> DecodeWork:
         ConfigError: the devices or the length do not fit.
     """
     mesh = build_mesh(config.parallel, list(target.devices))
-    model = build_decode_model(config, target.devices[0].platform)
+    platform = target.devices[0].platform
+    model = build_decode_model(config, platform)
+    options = compiler_options(model, platform)
     rows = max(1, round(config.data.per_device_batch_size * mesh.size))
     rules = rules_for_rows(config, mesh, rows)
     params = _unstacked(model, model.shardings(mesh, rules))
@@ -54,12 +56,12 @@ def compile_decode(config: Config, target: Target) -> DecodeWork:
         integers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=everywhere)
         prompts = jax.ShapeDtypeStruct((rows, shape.prompt_length), jnp.int32, sharding=everywhere)
         traced = jax.jit(programs.prefill).trace(params, prompts, integers, integers)
-        prefill = compile_traced("prefill", traced, target)
+        prefill = compile_traced("prefill", traced, target, options)
         state = _state(prefill, everywhere)
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
         step = jax.jit(programs.step, donate_argnums=1, out_shardings=(placed, None))
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-        compiled = compile_traced("decode_step", step.trace(params, state, count), target)
+        compiled = compile_traced("decode_step", step.trace(params, state, count), target, options)
     return DecodeWork(
         mesh, model, params, rows, rows * shape.prompt_length, device_bytes(state.cache), prefill, compiled
     )

@@ -50,9 +50,12 @@ def test_killed_saves_lose_nothing(server, tmp_path, processes, count):
     whole = chain.attempt(3, **COUNT_EVENTS)
     assert whole.codes == [0] * processes, whole
     for kill in kills(whole, count, processes, seed=1):
+        last = chain.announced + 3
         ended = chain.attempt(3, **kill)
-        # The others of a killed process end by themselves, and not as if all were well.
-        assert ended.lingered == [] and (0 not in ended.codes or set(ended.codes) == {0}), ended
+        # The others of a killed process end by themselves, and as if all were well only if all was: one process may
+        # be killed on its way out, when the last step is on disk and the other has gone.
+        assert ended.lingered == [], ended
+        assert 0 not in ended.codes or str(last) in chain.attempts.listing(), ended
     ended = chain.attempt(2)
     assert ended.codes == [0] * processes, ended
     assert chain.attempts.listing() == [str(chain.durable - 1), str(chain.durable)]
