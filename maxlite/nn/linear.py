@@ -60,9 +60,21 @@ class Linear(Equippable):
 
     def matrix(self) -> jax.Array:
         """Returns the kernel in the compute dtype, whatever it is stored as, with the adapter in it."""
-        equipment = self.equipment
-        kernel = rounded(self.kernel[...], self.dtype) if equipment.stored is None else stored_kernel(self, self.dtype)
-        return kernel if equipment.adapter is None else merged(self, kernel)
+        return self._matrix(None if self.equipment.stored is None else self.codes[...])
+
+    def matrix_beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns x and matrix(), in which few bits become floats only once x is there.
+
+        In a loop over tokens the compiler would otherwise make the floats of all layers before it, and keep them.
+        """
+        if self.equipment.stored is None:
+            return x, self.matrix()
+        x, codes = jax.lax.optimization_barrier((x, self.codes[...]))
+        return x, self._matrix(codes)
+
+    def _matrix(self, codes: jax.Array | None) -> jax.Array:
+        kernel = rounded(self.kernel[...], self.dtype) if codes is None else stored_kernel(self, self.dtype, codes)
+        return kernel if self.equipment.adapter is None else merged(self, kernel)
 
     def _product(self, x: jax.Array) -> jax.Array:
         equipment = self.equipment

@@ -132,8 +132,8 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _attend_absorbed(self, query: jax.Array, cache: LatentCache, context: AttentionContext) -> jax.Array:
         """One key and value head of latents, read by all. query: [B, T, N, Hn+Hr]. Returns: [B, T, N, Hv]."""
-        kernel = self.key_value_b.matrix().astype(query.dtype)
-        to_key, to_value = jnp.split(kernel, [self.content_width], axis=-1)
+        query, kernel = self.key_value_b.matrix_beside(query)
+        to_key, to_value = jnp.split(kernel.astype(query.dtype), [self.content_width], axis=-1)
         content, rotary = jnp.split(query, [self.content_width], axis=-1)
         # (latent . W) . query = latent . (W . query): the same scores, without a key for each head.
         content = as_stored(product("BTNH,RNH->BTNR", content, to_key), cache.latent)

@@ -49,8 +49,8 @@ def store_kernel(product: Any, form: StoredForm, *, rngs: nnx.Rngs | None) -> No
     product.scale = param(rngs, scales, names, dtype="float32", value=scale)
 
 
-def stored_kernel(product: Any, dtype: jnp.dtype) -> jax.Array:
-    """Returns the kernel as floats."""
+def stored_kernel(product: Any, dtype: jnp.dtype, codes: jax.Array) -> jax.Array:
+    """Returns the kernel as floats; codes: the product's own, perhaps behind a barrier."""
     contracted = contracted_dims(product.equation)
     qtype = product.equipment.stored.qtype
-    return dequantize_kernel(product.codes[...], product.scale[...], contracted, qtype, dtype)
+    return dequantize_kernel(codes, product.scale[...], contracted, qtype, dtype)
