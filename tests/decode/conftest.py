@@ -1,5 +1,7 @@
 """Models with parameters in run directories, as the decode command finds them."""
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -53,14 +55,31 @@ def make_run(tmp_path_factory, noisy_params) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_run(tiny_config, make_run) -> Path:
-    """A run of the tiny model: 64 tokens, no tokenizer."""
-    return make_run(tiny_config("num_query_heads=8", "num_kv_heads=8", "head_dim=8", *ONE_DEVICE))
+    """A run of the tiny model, of one layer: 64 tokens, no tokenizer."""
+    return make_run(
+        tiny_config("num_decoder_layers=1", "num_query_heads=8", "num_kv_heads=8", "head_dim=8", *ONE_DEVICE)
+    )
 
 
 @pytest.fixture(scope="session")
 def text_run(tiny_config, make_run) -> Path:
-    """A run of a tiny model over bytes."""
-    return make_run(tiny_config("vocab_size=264", "dataset_type=text", *ONE_DEVICE))
+    """A run of a tiny model over bytes, of one layer."""
+    return make_run(tiny_config("num_decoder_layers=1", "vocab_size=264", "dataset_type=text", *ONE_DEVICE))
+
+
+@pytest.fixture(scope="session")
+def decoded() -> Callable[..., list[dict]]:
+    """decoded(run, *overrides): as decode, computed once; for what others are compared with."""
+    found: dict[tuple, str] = {}
+
+    def run(folder, *overrides: str) -> list[dict]:
+        if (folder, *overrides) not in found:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                run_decode(load_config(str(folder), overrides, {}), str(folder), json_output=True)
+            found[folder, *overrides] = out.getvalue()
+        return [json.loads(line) for line in found[folder, *overrides].splitlines()]
+
+    return run
 
 
 @pytest.fixture

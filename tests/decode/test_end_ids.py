@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-IDS = ("prompt_ids=5,4,3;5,4,3,2,1", "max_new_tokens=12")
+IDS = ("prompt_ids=9,8,7;5,4,3,2,1,11,12,13;17", "max_new_tokens=10")
 
 
 @pytest.fixture
@@ -16,14 +16,18 @@ def folder(tiny_run, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_any_end_id_of_the_models_files_ends_its_row(folder, decode, file):
-    first, second = (row["ids"] for row in decode(folder, *IDS))
-    end = second[3]
-    assert end not in first
-    (folder / "hugging_face" / file).write_text(json.dumps({"eos_token_id": [63, end]}))
+def test_any_end_id_of_the_models_files_ends_its_row(tiny_run, folder, decode, decoded):
+    """Of each file one id that ends one row, beside one that no row draws."""
+    free = [row["ids"] for row in decoded(tiny_run, *IDS)]
+    first, second, third = free
+    unused = next(token for token in range(64) if token not in [*first, *second, *third])
+    expected = [first]
+    for name, ids, other in (("config.json", second, third), ("generation_config.json", third, second)):
+        end = next(token for token in ids[3:] if token not in [*first, *other])
+        (folder / "hugging_face" / name).write_text(json.dumps({"eos_token_id": [unused, end]}))
+        expected.append(ids[: ids.index(end)])
     rows = decode(folder, *IDS)
-    assert rows[0]["ids"] == first and rows[0]["finish_reason"] == "length"
-    assert rows[1]["ids"] == second[: second.index(end)] and rows[1]["finish_reason"] == "eos"
+    assert [row["ids"] for row in rows] == expected
+    assert [row["finish_reason"] for row in rows] == ["length", "eos", "eos"]
     assert rows[1]["text"] is None
-    assert [row["ids"] for row in decode(folder, *IDS, "ignore_eos=true")] == [first, second]
+    assert [row["ids"] for row in decode(folder, *IDS, "ignore_eos=true")] == free

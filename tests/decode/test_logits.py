@@ -1,7 +1,5 @@
 """The logits file: what is in it, and what is left when it can't be written."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,38 +23,44 @@ def tiny(tiny_config, noisy_params):
     return model, noisy_params(model)
 
 
+@pytest.fixture(scope="module")
+def of_one_device(tiny, tmp_path_factory):
+    model, params = tiny
+    path = tmp_path_factory.mktemp("logits") / "logits.npz"
+    write_logits(str(path), model, jax.jit(model.unstack)(params), PROMPTS)
+    with np.load(path) as file:
+        return [file[key] for key in sorted(file)]
+
+
 def test_holds_the_logits_of_a_plain_forward_pass(tiny, tmp_path):
     model, params = tiny
+
+    @jax.jit
+    def plain(params, tokens):
+        return model.logits(params, model.apply(params, tokens, jnp.arange(tokens.shape[1])[None]).hidden)[0]
+
     write_logits(str(tmp_path / "logits.npz"), model, jax.jit(model.unstack)(params), PROMPTS)
     with np.load(tmp_path / "logits.npz") as file:
         assert sorted(file) == ["logits_0", "logits_1", "logits_2"]
         for index, prompt in enumerate(PROMPTS):
-            tokens = jnp.array([prompt.ids])
-            hidden = model.apply(params, tokens, jnp.arange(tokens.shape[1])[None]).hidden
             found = file[f"logits_{index}"]
             assert found.dtype == np.float32
-            np.testing.assert_allclose(found, model.logits(params, hidden)[0], atol=2e-6)
+            np.testing.assert_allclose(found, plain(params, np.asarray([prompt.ids], np.int32)), atol=2e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["logits.npz"]
 
 
 @pytest.mark.parametrize("degrees", ["context=2", "expert=2", "pipeline=2", "tensor=2"])
-def test_a_mesh_gives_the_logits_of_one_device(tiny, tiny_config, tmp_path, degrees):
+def test_a_mesh_gives_the_logits_of_one_device(tiny, of_one_device, tiny_config, tmp_path, degrees):
     model, params = tiny
     axis, size = degrees.split("=")
     config = tiny_config("ici_fsdp_parallelism=1", f"ici_{axis}_parallelism={size}")
     mesh = build_mesh(config.parallel, jax.devices()[:2])
     params = jax.jit(model.unstack)(params)
-    found = {}
-    for name, context in {
-        "one": contextlib.nullcontext(),
-        "mesh": use_mesh(mesh, rules_for_rows(config, mesh, 1)),
-    }.items():
-        with context:
-            write_logits(str(tmp_path / f"{name}.npz"), model, params, PROMPTS)
-        with np.load(tmp_path / f"{name}.npz") as file:
-            found[name] = [file[key] for key in sorted(file)]
-    for got, expected in zip(found["mesh"], found["one"], strict=True):
-        np.testing.assert_allclose(got, expected, atol=2e-5)
+    with use_mesh(mesh, rules_for_rows(config, mesh, 1)):
+        write_logits(str(tmp_path / "logits.npz"), model, params, PROMPTS)
+    with np.load(tmp_path / "logits.npz") as file:
+        for got, expected in zip([file[key] for key in sorted(file)], of_one_device, strict=True):
+            np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tiny, tmp_path, monkeypatch):
@@ -69,7 +73,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tiny, tmp_path, mon
 
     monkeypatch.setattr(np.lib.format, "write_array", no_space)
     with pytest.raises(ConfigError, match="can't be written: No space left on device"):
-        write_logits(str(path), model, model.unstack(params), PROMPTS)
+        write_logits(str(path), model, jax.jit(model.unstack)(params), PROMPTS)
     assert path.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["logits.npz"]
 

@@ -17,6 +17,9 @@ from maxlite.parallel.mesh import build_mesh
 from tests.reference import STORIES_KEYS, stories_generations, stories_logits, stories_params
 
 PROMPTS = "prompt_ids=9,8,7;5,4,3,2,1,11,12,13;17"
+EIGHT = PROMPTS + ";0,5;2,3,5;4;6,5;7,5,9,9"
+FREE = ("prompt=ab", "max_new_tokens=12", "ignore_eos=true")
+WEIGHTED = ("prompt_ids=1,2;1,2;9,8,7", "max_new_tokens=12", "decode_sampling_strategy=weighted")
 
 
 @pytest.fixture(scope="module")
@@ -46,64 +49,59 @@ def test_a_trained_models_logits_are_those_of_another_program(stories_run, decod
             np.testing.assert_allclose(file[f"logits_{index}"], logits, atol=1e-4)
 
 
-def test_json_of_a_text_prompt(text_run, decode):
-    (row,) = decode(text_run, "prompt=ab", "max_new_tokens=5", "ignore_eos=true")
+def test_json_of_a_text_prompt(text_run, decoded):
+    (row,) = decoded(text_run, *FREE)
     assert row["prompt"] == "ab"
     assert row["prompt_ids"] == [256, 97, 98]
-    assert len(row["ids"]) == 5
+    assert len(row["ids"]) == 12
     assert row["text"] == bytes(token for token in row["ids"] if token < 256).decode(errors="replace")
     assert row["finish_reason"] == "length"
 
 
-def test_the_end_mark_ends_a_text(text_run, decode, monkeypatch):
-    (free,) = decode(text_run, "prompt=ab", "max_new_tokens=12", "ignore_eos=true")
+def test_the_end_mark_ends_a_text(text_run, decode, decoded, monkeypatch):
+    (free,) = decoded(text_run, *FREE)
     end = free["ids"][3]
     monkeypatch.setattr(decode_run.build_tokenizer(load_config(str(text_run)).data).__class__, "eos_id", end)
     (row,) = decode(text_run, "prompt=ab", "max_new_tokens=12")
     assert row["ids"] == free["ids"][: free["ids"].index(end)]
     assert row["finish_reason"] == "eos"
-    (ignored,) = decode(text_run, "prompt=ab", "max_new_tokens=12", "ignore_eos=true")
+    (ignored,) = decode(text_run, *FREE)
     assert ignored == free
 
 
 def test_text_and_speed_on_standard_output(text_run, capsys):
     run_decode(load_config(str(text_run), ["prompt=ab", "max_new_tokens=5"], {}), str(text_run), json_output=False)
-    text, *_, speed = capsys.readouterr().out.removesuffix("\n").split("\n")
+    shown = capsys.readouterr().out
+    text, *_, speed = shown.removesuffix("\n").split("\n")
     assert text.startswith("ab")
     assert speed.startswith("prefill: 3 tokens, ")
     assert "compiling: " in speed
+    # Nothing of its cache is rounded.
+    assert "Cache: " not in shown
 
 
-def test_rows_beyond_a_batch_follow_in_the_next(tiny_run, decode):
-    overrides = (PROMPTS, "max_new_tokens=6", "decode_sampling_strategy=weighted")
-    assert decode(tiny_run, *overrides) == decode(tiny_run, *overrides, "per_device_batch_size=2")
+def test_rows_beyond_a_batch_follow_in_the_next(tiny_run, decode, decoded):
+    assert decode(tiny_run, *WEIGHTED, "per_device_batch_size=2") == decoded(tiny_run, *WEIGHTED)
 
 
-def test_seeds(tiny_run, decode):
-    def ids(*overrides):
-        return [row["ids"] for row in decode(tiny_run, "max_new_tokens=12", *overrides)]
-
-    weighted = ("decode_sampling_strategy=weighted", "prompt_ids=1,2;1,2")
-    first = ids(*weighted)
-    assert first == ids(*weighted)
-    assert first[0] != first[1]
-    assert first[0] == ids("decode_sampling_strategy=weighted", "prompt_ids=1,2")[0]
-    assert first != ids(*weighted, "decode_seed=1")
-    assert ids(*weighted, "decode_sampling_temperature=0") == ids("prompt_ids=1,2;1,2")
+def test_seeds(tiny_run, decode, decoded):
+    first, second, third = (row["ids"] for row in decoded(tiny_run, *WEIGHTED))
+    assert first != second
+    assert [first, second, third] != [row["ids"] for row in decode(tiny_run, *WEIGHTED, "decode_seed=1")]
 
 
 @pytest.mark.parametrize(
     ("degrees", "prompts"),
     [
         (["ici_fsdp_parallelism=8"], PROMPTS),
-        (["ici_fsdp_parallelism=8"], "prompt_ids=" + ";".join(f"{n},5" for n in range(8))),
+        (["ici_fsdp_parallelism=8"], EIGHT),
         (["ici_tensor_parallelism=8", "ici_fsdp_parallelism=1"], PROMPTS),
-        (["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"], PROMPTS + ";2,3"),
+        (["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"], EIGHT),
         (["ici_pipeline_parallelism=2", "ici_context_parallelism=4", "ici_fsdp_parallelism=1"], PROMPTS),
     ],
 )
-def test_a_mesh_draws_the_ids_of_one_device(tiny_run, decode, degrees, prompts):
-    expected = decode(tiny_run, prompts, "max_new_tokens=10")
+def test_a_mesh_draws_the_ids_of_one_device(tiny_run, decode, decoded, degrees, prompts):
+    expected = decoded(tiny_run, prompts, "max_new_tokens=10")
     assert decode(tiny_run, prompts, "max_new_tokens=10", "cpu_devices=8", *degrees) == expected
 
 
@@ -133,10 +131,10 @@ def test_without_a_given_cache_the_model_is_the_limit(tiny_run, decode):
 
 
 def test_parameters_of_another_run(tiny_run, tiny_config, make_run, decode, capsys):
-    path, ids = f"load_parameters_path={tiny_run}", ["prompt_ids=1,2", "max_new_tokens=4"]
+    ids = ["prompt_ids=1,2", "max_new_tokens=4"]
     expected = decode(tiny_run, *ids)
-    sizes = [f"{key}=8" for key in ("num_query_heads", "num_kv_heads", "head_dim")]
-    config = tiny_config(*sizes, "cpu_devices=1", "jax_cache_dir=null", *ids, path)
+    sizes = ["num_decoder_layers=1", *(f"{key}=8" for key in ("num_query_heads", "num_kv_heads", "head_dim"))]
+    config = tiny_config(*sizes, "cpu_devices=1", "jax_cache_dir=null", *ids, f"load_parameters_path={tiny_run}")
     run_decode(config, "base.yml", json_output=False)
     shown = ",".join(map(str, expected[0]["ids"])).replace(",", " ")
     assert f" 1 2 -> {shown}\n" in capsys.readouterr().out
@@ -146,7 +144,6 @@ def test_parameters_of_another_run(tiny_run, tiny_config, make_run, decode, caps
     )
     follower = make_run(config, zeros)
     assert decode(follower, *ids)[0]["ids"] == [0, 0, 0, 0]
-    assert decode(follower, *ids, path) == expected
     assert decode(follower, *ids, f"load_parameters_path={tiny_run}/checkpoints/1") == expected
 
 
@@ -168,13 +165,14 @@ def test_out_of_memory_names_what_helps(tiny_run, decode, monkeypatch):
         decode(tiny_run, "prompt_ids=1")
 
 
-def test_sample_of_a_model_in_memory(tiny_config, text_run, decode, noisy_params):
-    config = tiny_config("vocab_size=264", "dataset_type=text", "cpu_devices=1", "prompt=ab", "max_new_tokens=5")
+def test_sample_of_a_model_in_memory(tiny_config, text_run, decoded, noisy_params):
+    sizes = ("num_decoder_layers=1", "vocab_size=264")
+    config = tiny_config(*sizes, "dataset_type=text", "cpu_devices=1", "prompt=ab", "max_new_tokens=5")
     model = build_model(config.model, config.compute)
     mesh = build_mesh(config.parallel, jax.devices()[:1])
-    (row,) = decode(text_run, "prompt=ab", "max_new_tokens=5")
+    (row,) = decoded(text_run, *FREE)
     params = noisy_params(model)
-    assert sample_text(config, mesh, model, params) == printable("ab" + row["text"])
+    assert sample_text(config, mesh, model, params) == printable("ab" + ByteTokenizer().decode(row["ids"][:5]))
     assert sample_text(tiny_config(), mesh, model, {}) is None
     # A row of training, and even the model's longest sequence, may be shorter than the sample.
     given = {**config.sources, "max_target_length": "command line"}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from maxlite.checkpoint.manager import Checkpointer
 from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.config.load import dump_config, load_config
-from maxlite.config.schema import Config
+from maxlite.config.schema import ComputeConfig, Config, ModelConfig
 from maxlite.hf.convert import export_run
 from maxlite.hf.run_files import config_of_run, keep_files
 from maxlite.launcher.resolve import folder_keys
@@ -21,8 +22,6 @@ from maxlite.model.build import Model, Params, build_model
 from maxlite.ops.stored import quantize_kernel
 from tests.hf.cases import LONG_PROMPTS
 from tests.hf.folders import load_folder, read_golden, write_folder
-
-_quantize_kernel = jax.jit(quantize_kernel, static_argnums=(1, 2, 3))
 
 
 class StoredRun(NamedTuple):
@@ -41,22 +40,36 @@ def make_run(name: str, place: Path, *keys: str) -> StoredRun:
     reader = functools.partial(folder_keys, expects_text=False)
     config = load_config("base.yml", [f"load_hf={place / 'given'}", "dtype=float32", *keys], folder_reader=reader)
     model, floats = build_model(config.model, config.compute), load_folder(place / "given").params
-    held = leaf_paths(floats)
-    for product in model.products:
-        stored, path = product.equipment.stored, product.params_path
-        if stored is not None:
-            dims = tuple(dim + 1 for dim in product.summed_dims)
-            made = _quantize_kernel(held.pop(f"{path}/kernel"), dims, stored.qtype, stored.tile_size)
-            held[f"{path}/codes"], held[f"{path}/scale"] = made
-    params = nested({path: held[path].astype(leaf.dtype) for path, leaf in leaf_paths(model.abstract_params).items()})
-    run = place / "run"
+    params = _rounded(model, floats)
+    run = write_run(config, params, place / "run", name)
+    keep_files(place / "given", run)
+    return StoredRun(run, config, model, params, floats)
+
+
+def _rounded(model: Model, floats: Params) -> Params:
+    """The parameters of `model`: kernels that it has in few bits are rounded to nearest."""
+
+    @jax.jit
+    def rounded(held: dict[str, jax.Array]) -> Params:
+        for product in model.products:
+            stored, path = product.equipment.stored, product.params_path
+            if stored is not None:
+                dims = tuple(dim + 1 for dim in product.summed_dims)
+                made = quantize_kernel(held.pop(f"{path}/kernel"), dims, stored.qtype, stored.tile_size)
+                held[f"{path}/codes"], held[f"{path}/scale"] = made
+        return nested({path: held[path].astype(leaf.dtype) for path, leaf in leaf_paths(model.abstract_params).items()})
+
+    return rounded(leaf_paths(floats))
+
+
+def write_run(config: Config, params: Params, run: Path, name: str) -> Path:
+    """Writes what a run leaves of parameters that nothing trained: its checkpoint 0 and config.yml. Returns `run`."""
     run.mkdir()
     checkpointer = Checkpointer(run, dataclasses.replace(config.checkpoint, async_checkpointing=False), lean=True)
     checkpointer.save(0, {"step": jnp.int32(0), "params": params}, {})
     checkpointer.close()
-    keep_files(place / "given", run)
     (run / "config.yml").write_text(dump_config(config_of_run(config, run, name)))
-    return StoredRun(run, config, model, params, floats)
+    return run
 
 
 def export(run: StoredRun, folder: Path, max_shard_bytes: int = 10**9) -> str:
@@ -69,6 +82,13 @@ def export(run: StoredRun, folder: Path, max_shard_bytes: int = 10**9) -> str:
 def logits_of(model: Model, params: Params) -> np.ndarray:
     """Logits of the longest prompt: [T, V] float32."""
     prompt = max(LONG_PROMPTS, key=len)
-    tokens = jnp.asarray([prompt], jnp.int32)
-    positions = jnp.arange(len(prompt), dtype=jnp.int32)[None]
-    return np.asarray(jax.jit(lambda held: model.logits(held, model.apply(held, tokens, positions).hidden))(params))[0]
+    tokens = np.array([prompt], np.int32)
+    positions = np.arange(len(prompt), dtype=np.int32)[None]
+    return np.asarray(_forward(model.config, model.compute)(params, tokens, positions))[0]
+
+
+@functools.cache
+def _forward(config: ModelConfig, compute: ComputeConfig) -> Callable[..., jax.Array]:
+    """Models of one architecture share a program."""
+    model = build_model(config, compute)
+    return jax.jit(lambda params, *tokens: model.logits(params, model.apply(params, *tokens).hidden))

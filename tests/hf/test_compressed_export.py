@@ -1,5 +1,6 @@
 """Runs with kernels in few bits -> folders of compressed-tensors: the same codes, the same scales, the same logits."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -29,7 +30,6 @@ WAYS = {
 }
 # Experts of their own; latent attention; queries that share a tensor with gates, in linear attention too.
 FAMILIES = {"qwen3-moe": "int8-groups", "deepseek-v3": "int4-channels", "qwen3-next": "int4-fours"}
-_dequantize_kernel = jax.jit(dequantize_kernel, static_argnums=(2, 3, 4))
 
 
 def read(folder: Path, name: str) -> np.ndarray:
@@ -43,36 +43,58 @@ def quantization_of(folder: Path) -> dict:
 
 def assert_kernels_come_back(run: StoredRun, folder: Path) -> None:
     """Bit for bit what the codes and scales of the run are as floats."""
+
+    @jax.jit
+    def kernels(held: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {}
+        for product in run.model.products:
+            path, stored = product.params_path, product.equipment.stored
+            if stored is not None:
+                dims = tuple(dim + 1 for dim in product.summed_dims)
+                codes, scale = held[f"{path}/codes"], held[f"{path}/scale"]
+                found[f"{path}/kernel"] = dequantize_kernel(codes, scale, dims, stored.qtype, jnp.float32)
+        return found
+
     held, back = leaf_paths(run.params), leaf_paths(load_folder(folder).params)
-    for product in run.model.products:
-        path, stored = product.params_path, product.equipment.stored
-        if stored is None:
-            continue
-        dims = tuple(dim + 1 for dim in product.summed_dims)
-        wanted = _dequantize_kernel(held[f"{path}/codes"], held[f"{path}/scale"], dims, stored.qtype, jnp.float32)
-        np.testing.assert_array_equal(np.asarray(back[f"{path}/kernel"]), np.asarray(wanted), path)
+    wanted = kernels(held)
+    assert wanted
+    for path, kernel in wanted.items():
+        np.testing.assert_array_equal(np.asarray(back[path]), np.asarray(kernel), path)
     for path, value in back.items():
         if path in held:
             np.testing.assert_array_equal(np.asarray(value), np.asarray(held[path]), path)
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """exported(way): a run of the tiny Llama with its kernels so, and the folder that it was written to."""
+
+    @functools.cache
+    def export_once(way: str) -> tuple[StoredRun, Path]:
+        place = tmp_path_factory.mktemp(way)
+        run = make_run("llama", place, *WAYS[way])
+        export(run, place / "out")
+        return run, place / "out"
+
+    return export_once
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_codes_and_scales_are_the_runs_own(way, tmp_path):
-    run = make_run("llama", tmp_path, *WAYS[way])
-    export(run, tmp_path / "out")
+def test_codes_and_scales_are_the_runs_own(way, exported):
+    run, out = exported(way)
     attention = run.params["group_0"]["layers"]["block_0"]["attention"]
     qtype = way.partition("-")[0]
     for layer in range(2):
         name = f"model.layers.{layer}.self_attn.o_proj.weight"
         codes = np.asarray(unpack(attention["out"]["codes"], (1, 2), qtype))[layer].reshape(64, 64).T
         scales = np.asarray(attention["out"]["scale"])[layer].reshape(-1, 64).T
-        np.testing.assert_array_equal(read(tmp_path / "out", f"{name}_scale"), scales)
+        np.testing.assert_array_equal(read(out, f"{name}_scale"), scales)
         if qtype == "fp8":
-            assert read(tmp_path / "out", name).tobytes() == np.ascontiguousarray(codes).tobytes()
+            assert read(out, name).tobytes() == np.ascontiguousarray(codes).tobytes()
             continue
         bits = 4 if qtype == "int4" else 8
-        assert read(tmp_path / "out", f"{name}_shape").tolist() == [64, 64]
-        words = read(tmp_path / "out", f"{name}_packed").astype(np.int64) & 0xFFFFFFFF
+        assert read(out, f"{name}_shape").tolist() == [64, 64]
+        words = read(out, f"{name}_packed").astype(np.int64) & 0xFFFFFFFF
         per_word = 32 // bits
         for row, column in ((0, 0), (3, 5), (63, 63), (17, 32)):
             value = int(words[row, column // per_word]) >> bits * (column % per_word) & (1 << bits) - 1
@@ -80,9 +102,8 @@ def test_codes_and_scales_are_the_runs_own(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_config_json_says(way, tmp_path):
-    export(make_run("llama", tmp_path, *WAYS[way]), tmp_path / "out")
-    said = quantization_of(tmp_path / "out")
+def test_what_config_json_says(way, exported):
+    said = quantization_of(exported(way)[1])
     weights = said["config_groups"]["group_0"]["weights"]
     assert said["quant_method"] == "compressed-tensors" and said["ignore"] == ["lm_head"]
     assert said["format"] == ("float-quantized" if way == "fp8" else "pack-quantized")
@@ -92,11 +113,10 @@ def test_what_config_json_says(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_folder_comes_back_as_the_dequantized_model(way, tmp_path):
-    run = make_run("llama", tmp_path, *WAYS[way])
-    export(run, tmp_path / "out")
-    assert_kernels_come_back(run, tmp_path / "out")
-    back = load_folder(tmp_path / "out")
+def test_the_folder_comes_back_as_the_dequantized_model(way, exported):
+    run, out = exported(way)
+    assert_kernels_come_back(run, out)
+    back = load_folder(out)
     np.testing.assert_allclose(logits_of(back.model, back.params), logits_of(run.model, run.params), atol=2e-5)
 
 

@@ -1,6 +1,7 @@
 """Folder -> run -> folder, by the command's own function, and what is said when that cannot be."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -142,18 +143,24 @@ def test_shards_have_the_size_and_dtype_that_was_asked_for(folder, tmp_path):
     assert_same_tensors(tmp_path / "out", tmp_path / "out16")
 
 
-def test_a_trained_run_exports_with_the_byte_tokenizer(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained_on_bytes(tmp_path_factory) -> Path:
+    """A run that was trained on bytes of text."""
+    place = tmp_path_factory.mktemp("bytes")
+    (place / "text.txt").write_text("some words to train on, again and again\n" * 40)
+    overrides = ["cpu_devices=1", "smoke=true", "steps=1", "eval_interval=0", f"dataset_path={place}/text.txt",
+                 "enable_tensorboard=false", "run_name=small", f"base_output_directory={place}/runs"]  # fmt: skip
+    return run_train(resolve_config("base.yml", overrides)).run_directory
+
+
+def test_a_trained_run_exports_with_the_byte_tokenizer(trained_on_bytes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("some words to train on, again and again\n" * 40)
-    overrides = ["cpu_devices=1", "smoke=true", "steps=1", "eval_interval=0", "dataset_path=text.txt",
-                 "enable_tensorboard=false", "run_name=small"]  # fmt: skip
-    run_train(resolve_config("base.yml", overrides))
-    run_convert("runs/small", "out")
+    run_convert(trained_on_bytes, "out")
     settings = json.loads(Path("out/config.json").read_text())
     assert settings["architectures"] == ["LlamaForCausalLM"]
     assert (settings["bos_token_id"], settings["eos_token_id"]) == (256, 257)
     config = resolve_config("out", [])
-    assert config.data.tokenizer_path == "out" and config.model == resolve_config("runs/small", []).model
+    assert config.data.tokenizer_path == "out" and config.model == resolve_config(str(trained_on_bytes), []).model
 
 
 def test_a_checkpoint_of_a_run_exports_too(folder, tmp_path):
@@ -266,14 +273,16 @@ def test_what_is_no_source_is_said(tmp_path):
         run_convert(STORIES, tmp_path / "out", "dtype=float16")
 
 
-def test_a_model_that_no_family_has_is_refused_by_its_keys(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    overrides = ["cpu_devices=1", "smoke=true", "steps=1", "eval_interval=0", "dataset_type=synthetic",
-                 "attn_logits_soft_cap=5", "enable_tensorboard=false", "run_name=odd"]  # fmt: skip
-    run_train(resolve_config("base.yml", overrides))
+def test_a_model_that_no_family_has_is_refused_by_its_keys(trained_on_bytes, tmp_path):
+    # The key that no family has changes no parameter.
+    shutil.copytree(trained_on_bytes, tmp_path / "odd")
+    file = tmp_path / "odd" / "config.yml"
+    text, count = re.subn(r"(?m)^attn_logits_soft_cap: null", "attn_logits_soft_cap: 5.0", file.read_text())
+    assert count == 1
+    file.write_text(text)
     with pytest.raises(ConversionError, match="attn_logits_soft_cap"):
-        run_convert("runs/odd", "out")
-    assert not Path("out").exists()
+        run_convert(tmp_path / "odd", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Parameters onto models that store kernels in few bits or have adapters, from runs and folders with and without."""
 
+import functools
 import io
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxlite.checkpoint.manager import Checkpointer
-from maxlite.checkpoint.tree import leaf_paths
+from maxlite.checkpoint.tree import leaf_paths, nested
 from maxlite.errors import CheckpointError
 from maxlite.hf.load import load_parameters
 from maxlite.model.build import build_model
@@ -54,34 +55,43 @@ def assert_same(found, expected, names=None):
         assert one.dtype == other.dtype and one.tobytes() == other.tobytes(), name
 
 
+@functools.cache
+def float_params():
+    return noisy(model_of(*MOE)[1])
+
+
+@functools.cache
+def rounded_by_hand(*keys: str):
+    """The parameters of a model that stores kernels as `keys` say, by path."""
+    return leaf_paths(rounded_params(float_params(), model_of(*MOE, *keys)[1]))
+
+
 @pytest.fixture(scope="module")
 def float_run(tmp_path_factory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "float", noisy(model_of(*MOE)[1]))
+    return make_run(tmp_path_factory.mktemp("runs") / "float", float_params())
 
 
 @pytest.fixture(scope="module")
 def stored_run(tmp_path_factory) -> Path:
-    _, plain = model_of(*MOE)
-    return make_run(tmp_path_factory.mktemp("runs") / "int4", rounded_params(noisy(plain), model_of(*MOE, *STORED)[1]))
+    return make_run(tmp_path_factory.mktemp("runs") / "int4", nested(rounded_by_hand(*STORED)))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("qtype", ("int8", "int4", "nf4", "fp8"))
 def test_floats_are_rounded_on_the_way_with_all_their_bits(float_run, qtype, dtype):
-    _, plain = model_of(*MOE)
     _, model = model_of(*MOE, f"weight_quantization={qtype}", f"weight_dtype={dtype}")
     found, notes = load(float_run, model)
-    expected = leaf_paths(rounded_params(noisy(plain), model))
+    expected = rounded_by_hand(f"weight_quantization={qtype}")
     if dtype == "bfloat16":
-        expected = {name: array.astype(found[name].dtype) for name, array in expected.items()}
+        expected = {name: np.asarray(array).astype(found[name].dtype) for name, array in expected.items()}
     assert_same(found, expected)
     assert f": 7 stacked kernels were rounded to {qtype}" in notes
 
 
 def test_only_those_that_the_pattern_names(float_run):
-    _, model = model_of(*MOE, *STORED, "weight_quant_module_path=.*/experts/up")
-    found, notes = load(float_run, model)
-    assert_same(found, leaf_paths(rounded_params(noisy(model_of(*MOE)[1]), model)))
+    keys = (*STORED, "weight_quant_module_path=.*/experts/up")
+    found, notes = load(float_run, model_of(*MOE, *keys)[1])
+    assert_same(found, rounded_by_hand(*keys))
     assert sorted(name for name in found if name.endswith("codes")) == ["group_0/layers/block_0/mlp/experts/up/codes"]
     assert ": 1 stacked kernels were rounded" in notes
 
@@ -89,7 +99,7 @@ def test_only_those_that_the_pattern_names(float_run):
 def test_codes_and_scales_come_back_bit_for_bit(float_run, stored_run, tmp_path):
     _, model = model_of(*MOE, *STORED)
     found, notes = load(stored_run, model)
-    assert_same(found, leaf_paths(rounded_params(noisy(model_of(*MOE)[1]), model)))
+    assert_same(found, rounded_by_hand(*STORED))
     assert "rounded" not in notes
     for qtype in ("fp8", "nf4", "int8"):
         _, other = model_of(*MOE, f"weight_quantization={qtype}")
@@ -116,19 +126,32 @@ def test_on_eight_devices_the_same_codes(float_run, stored_run, mesh_keys):
         assert_same(load(source, model, shardings)[0], expected)
 
 
+def initial_of(model, names):
+    """What a model that begins anew has by these names, without compiling what makes the others."""
+
+    @jax.jit
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        made = leaf_paths(model.init(key))
+        return {name: made[name] for name in names}
+
+    return init(jax.random.key(5))
+
+
 def test_adapters_begin_anew_where_there_are_none_and_come_back_where_there_are(float_run, stored_run, tmp_path):
     for source, keys in ((float_run, ()), (stored_run, STORED)):
         _, model = model_of(*MOE, *keys, *ADAPTERS)
         found, notes = load(source, model, seed=5)
         assert "adapters of rank 2 begin anew" in notes
-        initial = leaf_paths(model.init(jax.random.key(5)))
         adapters = [name for name in found if name.rpartition("/")[2] in ("lora_a", "lora_b")]
         assert len(adapters) == 4
+        initial = initial_of(model, adapters)
         for name in adapters:
             np.testing.assert_allclose(found[name], initial[name], rtol=1e-6)
         without, _ = load(source, model_of(*MOE, *keys)[1])
         assert_same(found, without)
-        trained = {name: array + 1 if name in adapters else array for name, array in found.items()}
+        trained = {
+            name: jnp.asarray(np.asarray(array) + 1) if name in adapters else array for name, array in found.items()
+        }
         params = jax.tree.unflatten(jax.tree.structure(model.abstract_params), list(trained.values()))
         again, notes = load(make_run(tmp_path / f"run-{len(keys)}", params), model)
         assert_same(again, trained)

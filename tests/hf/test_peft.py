@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -18,6 +19,7 @@ from maxlite.launcher.resolve import resolve_config
 from maxlite.model.build import build_model
 from maxlite.train.run import run_train
 from tests.hf.folders import read_golden, write_folder
+from tests.hf.stored_runs import write_run
 from tests.reference import STORIES
 
 PREFIX = "base_model.model.model.layers."
@@ -142,17 +144,24 @@ def test_tensors_that_are_not_the_models_are_named(tmp_path):
         convert_adapters(str(tmp_path / "older"), str(tmp_path / "run"), [])
 
 
-def begun(tmp_path, name, *keys):
-    """A run of adapters beside a golden model, begun and not trained."""
+def config_beside(tmp_path, name, *keys):
+    """The config of a run that begins from a golden model's folder."""
     write_folder(read_golden(name), tmp_path / "folder")
     more = ["cpu_devices=1", "steps=1", "max_target_length=16", "per_device_batch_size=1", "eval_interval=0",
             "dataset_type=synthetic", "run_name=run", "enable_tensorboard=false", f"base_output_directory={tmp_path}",
-            *(keys or ("lora_rank=2",))]  # fmt: skip
-    return run_train(resolve_config("base.yml", [f"load_hf={tmp_path}/folder", *more])).run_directory
+            *keys]  # fmt: skip
+    return resolve_config("base.yml", [f"load_hf={tmp_path}/folder", *more])
+
+
+def untrained_run(tmp_path, name, *keys):
+    config = config_beside(tmp_path, name, *keys)
+    shapes = build_model(config.model, config.compute).abstract_params
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), shapes)
+    return write_run(config, params, tmp_path / "run", name)
 
 
 def test_adapters_that_share_a_tensor_have_no_place(tmp_path):
-    run = begun(tmp_path, "mixtral")
+    run = untrained_run(tmp_path, "mixtral", "lora_rank=2")
     with pytest.raises(ConversionError) as caught:
         convert_adapters(str(run), str(tmp_path / "out"), [])
     assert all(word in str(caught.value) for word in ("group_0/block_0/mlp/experts/gate", "lora_module_path", "merged"))
@@ -164,7 +173,7 @@ def test_a_run_without_adapters_says_so_and_a_destination_is_needed(tmp_path, mo
     write_adapters(tmp_path / "given", attention("q_proj"))
     with pytest.raises(ConfigError, match="needs a destination"):
         convert_adapters("given", None, [])
-    run = begun(tmp_path, "llama", "lora_rank=0")
+    run = untrained_run(tmp_path, "llama", "lora_rank=0")
     with pytest.raises(ConversionError, match="has no adapters"):
         convert_adapters(str(run), "out", [])
     with pytest.raises(ConversionError, match=r"no config\.yml"):
@@ -172,7 +181,7 @@ def test_a_run_without_adapters_says_so_and_a_destination_is_needed(tmp_path, mo
 
 
 def test_adapters_begin_from_a_folder_and_are_loaded_again(tmp_path):
-    run = begun(tmp_path, "llama", "lora_rank=2", "learning_rate=0.01")
+    run = run_train(config_beside(tmp_path, "llama", "lora_rank=2", "learning_rate=0.01")).run_directory
     config = resolve_config(str(run), [])
     model = build_model(config.model, config.compute)
     params = load_parameters(run, model, jax.tree.map(lambda _: host_sharding(), model.abstract_params))

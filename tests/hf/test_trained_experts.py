@@ -16,6 +16,8 @@ from tests.hf.noise import noise
 from tests.reference import STORIES, stories_generations, stories_logits
 
 NUM_EXPERTS, LAYERS, WIDTH, HIDDEN = 4, 5, 64, 172
+# As long as the longest prompt and its story here.
+PADDED = 256
 LLAMA_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -73,14 +75,20 @@ def write(folder: Path, settings: dict, tensors: dict[str, np.ndarray]) -> Path:
     return folder
 
 
-def logits(model, params, ids) -> np.ndarray:
-    tokens, positions = jnp.asarray(ids, jnp.int32)[None], jnp.arange(len(ids), dtype=jnp.int32)[None]
+def build_logits(model):
+    """logits(params, ids): prompts of any length are padded to one, so that they share a program."""
 
     @jax.jit
-    def forward(params):
-        return model.logits(params, model.apply(params, tokens, positions).hidden)[0]
+    def forward(params, tokens, segment_ids):
+        positions = np.arange(PADDED, dtype=np.int32)[None]
+        return model.logits(params, model.apply(params, tokens, positions, segment_ids).hidden)[0]
 
-    return np.asarray(forward(params))
+    def logits(params, ids) -> np.ndarray:
+        padding = [0] * (PADDED - len(ids))
+        segment_ids = np.array([[1] * len(ids) + padding], np.int32)
+        return np.asarray(forward(params, np.array([[*ids, *padding]], np.int32), segment_ids))[: len(ids)]
+
+    return logits
 
 
 @pytest.mark.parametrize("layout", [mixtral, qwen2_moe])
@@ -88,7 +96,7 @@ def test_logits_are_those_of_the_dense_model(layout, tmp_path):
     loaded = load_folder(write(tmp_path / "moe", *layout()))
     assert loaded.config.model.num_experts == NUM_EXPERTS
     ids, expected = stories_logits()[0]
-    np.testing.assert_allclose(logits(loaded.model, loaded.params, ids), expected, atol=1e-4)
+    np.testing.assert_allclose(build_logits(loaded.model)(loaded.params, ids), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +131,19 @@ def test_routing_in_groups_with_a_shared_expert_is_the_dense_model(router):
     params = {**dense.params, "group_0": {"layers": {"block_0": first}}, "group_1": {"layers": {"block_0": rest}}}
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, model.abstract_params)
     ids, expected = stories_logits()[0]
-    np.testing.assert_allclose(logits(model, params, ids), expected, atol=1e-4)
+    np.testing.assert_allclose(build_logits(model)(params, ids), expected, atol=1e-4)
 
 
 def test_the_trained_model_by_itself():
     """Logits of all golden prompts, and their loss on what the model was trained to write."""
     loaded = load_folder(STORIES)
+    logits = build_logits(loaded.model)
     for ids, expected in stories_logits():
-        np.testing.assert_allclose(logits(loaded.model, loaded.params, ids), expected, atol=1e-4)
+        np.testing.assert_allclose(logits(loaded.params, ids), expected, atol=1e-4)
     # Its own greedy story is likelier than the 1.28 nats a token of text that people wrote.
     prompt, story = max(stories_generations(), key=lambda row: len(row[1]))
     ids = np.array([*prompt, *story])[:256]
-    found = logits(loaded.model, loaded.params, ids)[:-1]
+    found = logits(loaded.params, ids)[:-1]
     losses = (
         np.log(np.exp(found - found.max(-1, keepdims=True)).sum(-1)) + found.max(-1) - found[np.arange(255), ids[1:]]
     )

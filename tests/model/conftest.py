@@ -17,3 +17,14 @@ def noisy_params():
         return jax.tree_util.tree_map_with_path(fill, model.abstract_params)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def empty_cache():
+    """empty_cache(model, batch, length, stacked=...): the cache that the model makes, its zeros from numpy."""
+
+    def make(model, *sizes, stacked=True):
+        empty = jax.eval_shape(lambda: model.init_cache(*sizes, stacked=stacked))
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), empty)
+
+    return make

@@ -44,13 +44,12 @@ def test_a_token_uses_its_experts_only(tiny_config):
 
 
 def test_taken_apart_is_unstacked(tiny, noisy_params):
-    params = jax.tree.map(jnp.asarray, noisy_params(tiny))
-    expected = tiny.unstack(params)
-    leaves = jax.tree.map(np.asarray, expected)
+    expected = tiny.unstack(noisy_params(tiny))
+    params = jax.device_put(noisy_params(tiny))
     stacked = params["group_0"]["layers"]["block_0"]["mlp"]["up"]["kernel"]
     found = tiny.take_apart(params)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, leaves)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert stacked.is_deleted()
 
 
@@ -62,7 +61,7 @@ def tiny(tiny_config):
 
 def test_initial_values(tiny):
     init = jax.jit(tiny.init)
-    params = init(jax.random.key(0))
+    params, again, other = (jax.device_get(init(jax.random.key(seed))) for seed in (0, 0, 1))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), tiny.abstract_params
     )
@@ -76,8 +75,8 @@ def test_initial_values(tiny):
         assert np.abs(weight).max() <= 2 / np.sqrt(fan_in) / 0.8796 + 1e-6
     query = layers["attention"]["query"]["kernel"]
     assert not np.allclose(query[0], query[1])
-    jax.tree.map(np.testing.assert_array_equal, params, init(jax.random.key(0)))
-    assert not np.array_equal(params["embedding"]["table"], init(jax.random.key(1))["embedding"]["table"])
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    assert not np.array_equal(params["embedding"]["table"], other["embedding"]["table"])
 
 
 @pytest.mark.slow
@@ -128,25 +127,28 @@ def test_tied_output_is_the_embedding(tiny_config, tiny, noisy_params):
 @pytest.mark.parametrize(
     ("overrides", "stacked"),
     [
-        ((), True),
-        (("num_decoder_layers=3", "attention_pattern=local,full", "sliding_window_size=3"), False),
-        (("num_decoder_layers=3", "attention_pattern=chunked,nope", "chunk_attn_window_size=4"), True),
-        (("attention_sink=true", "attn_logits_soft_cap=2", "use_qk_norm=true", "use_post_norms=true"), False),
+        # Two groups, one of them of two repeats.
+        (("num_decoder_layers=5", "attention_pattern=chunked,nope", "chunk_attn_window_size=4"), True),
+        (
+            ("attention_pattern=local,full", "sliding_window_size=3", "attention_sink=true", "attn_logits_soft_cap=2",
+             "use_qk_norm=true", "use_post_norms=true"),
+            False,
+        ),
     ],
-)
-def test_a_cache_gives_the_hidden_states_of_the_whole_row(overrides, stacked, tiny_config, noisy_params):
+)  # fmt: skip
+def test_a_cache_gives_the_hidden_states_of_the_whole_row(overrides, stacked, tiny_config, noisy_params, empty_cache):
     config = tiny_config(*overrides)
     model = build_model(config.model, config.compute)
     params = noisy_params(model)
-    tokens = jnp.asarray((7 * np.arange(9) ** 2 + 5) % 64, jnp.int32)[None]
-    positions, ones = jnp.arange(9, dtype=jnp.int32)[None], jnp.ones((1, 9), jnp.int32)
+    tokens = np.asarray((7 * np.arange(9) ** 2 + 5) % 64, np.int32)[None]
+    positions, ones = np.arange(9, dtype=np.int32)[None], np.ones((1, 9), np.int32)
     step = jax.jit(model.apply)
     whole = step(params, tokens, positions).hidden
-    weights, cache = params if stacked else model.unstack(params), model.init_cache(1, 12, stacked=stacked)
+    weights, cache = params if stacked else model.unstack(params), empty_cache(model, 1, 12, stacked=stacked)
     parts = []
     for start, stop in [(0, 6), (6, 7), (7, 8), (8, 9)]:
         part = slice(start, stop)
         hidden, cache, _ = step(weights, tokens[:, part], positions[:, part], ones[:, part], cache)
         parts.append(hidden)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-5)
     assert int(cache.index) == 9

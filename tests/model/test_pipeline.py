@@ -78,8 +78,8 @@ def assert_equal(actual, expected):
 
 
 @functools.cache
-def sequential_results(repeats):
-    return jax.jit(results(functools.partial(sequential, pattern)))(*inputs(repeats))
+def sequential_results(repeats, run=pattern):
+    return jax.jit(results(functools.partial(sequential, run)))(*inputs(repeats))
 
 
 def pipelined(schedule, run=pattern, wrap=remat):
@@ -115,12 +115,13 @@ def test_schedule_counts_rounds_ticks_and_bubble():
 SCHEDULES = [
     (PipelineSchedule(1, 2, 1), 4),
     (PipelineSchedule(2, 1, 2), 4),
-    (PipelineSchedule(2, 4, 1), 6),
+    (PipelineSchedule(2, 4, 2), 12),
     (PipelineSchedule(4, 2, 1), 4),
-    (PipelineSchedule(4, 4, 1), 8),
-    (PipelineSchedule(4, 8, 2), 8),
-    (PipelineSchedule(3, 4, 1), 6),
     (PipelineSchedule(3, 8, 2), 12),
+    # More of what a smaller one above or a mesh below covers.
+    pytest.param(PipelineSchedule(4, 4, 1), 8, marks=pytest.mark.slow),
+    pytest.param(PipelineSchedule(4, 8, 2), 8, marks=pytest.mark.slow),
+    pytest.param(PipelineSchedule(3, 4, 1), 6, marks=pytest.mark.slow),
 ]
 
 
@@ -130,9 +131,9 @@ def test_any_schedule_equals_one_layer_after_the_other(schedule, repeats):
     assert_equal(actual, sequential_results(repeats))
 
 
+# Of two stages beside two parts of the rows, the test of what stages exchange below.
 MESHES = [
-    ({"stage": 2, "data": 2}, PipelineSchedule(2, 4, 1), 8),
-    ({"stage": 4}, PipelineSchedule(4, 4, 1), 8),
+    pytest.param({"stage": 4}, PipelineSchedule(4, 4, 1), 8, marks=pytest.mark.slow),
     ({"stage": 4, "data": 2}, PipelineSchedule(4, 2, 2), 8),
     ({"stage": 2, "fsdp": 2, "tensor": 2}, PipelineSchedule(2, 2, 2), 8),
     ({"stage": 2, "expert": 2, "context": 2}, PipelineSchedule(2, 4, 4), 8),
@@ -145,7 +146,7 @@ def test_stages_on_devices_give_the_same(rules, degrees, schedule, repeats):
     assert_equal(step(*arguments), sequential_results(repeats))
 
 
-@pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (4, 2), (4, 3), (4, 4), (4, 6), (8, 6)])
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (4, 3), (4, 4), (8, 6)])
 def test_layers_are_dealt_in_their_order(rules, stages, rounds):
     """Each layer adds its number to twice what it gets; so the result spells the order."""
 
@@ -182,7 +183,8 @@ def without_stats(x, weights, context):
 def test_stages_exchange_rows_and_no_weights(rules, layers_per_stage):
     mesh = mesh_of(data=2, stage=2)
     schedule = PipelineSchedule(2, 4, layers_per_stage)
-    step, _ = compiled(rules, mesh, schedule, 8, without_stats)
+    step, arguments = compiled(rules, mesh, schedule, 8, without_stats)
+    assert_equal(step(*arguments), sequential_results(8, without_stats))
     rows = f"1,1,{LENGTH},{DIM}"
     weights = {f"{layers_per_stage},{DIM},{HIDDEN}", f"{layers_per_stage},{HIDDEN},{DIM}"}
     exchanged = set()

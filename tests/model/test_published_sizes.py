@@ -4,6 +4,7 @@ Nothing in the tables is computed by maxlite; `closed_form` counts a second time
 """
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -191,6 +192,7 @@ def of_family(table, name, default=None):
     return table[max(keys, key=len)] if keys else default
 
 
+@functools.cache
 def load(name: str) -> Config:
     return load_config("base.yml", [f"model={name}"], {})
 

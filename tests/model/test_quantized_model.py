@@ -5,7 +5,6 @@ import io
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,8 +12,8 @@ from maxlite.model.build import build_model
 
 SMALL = ("emb_dim=32", "mlp_dim=48", "head_dim=8", "vocab_size=32")
 MOE = ("mlp_pattern=moe", "num_experts=4", "moe_mlp_dim=24", "num_experts_per_tok=2")
-TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], jnp.int32)
-POSITIONS = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (2, 8))
+TOKENS = np.asarray([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], np.int32)
+POSITIONS = np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8))
 
 
 def loss_of(tiny_config, *overrides):
@@ -37,14 +36,27 @@ def assert_near(found, expected, tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance), found, expected)
 
 
-@pytest.mark.parametrize("overrides", [(), pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "moe"])
-def test_the_loop_and_remat_change_nothing(overrides, tiny_config, noisy_params):
+# What "full" multiplies is read from its program below.
+QUICK = ("remat_policy=minimal_with_context_and_quantization",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policies"),
+    [
+        ((), QUICK),
+        pytest.param((), ("remat_policy=full",), marks=pytest.mark.slow),
+        pytest.param(MOE, (*QUICK, "remat_policy=full"), marks=pytest.mark.slow),
+    ],
+    ids=["dense", "dense, full", "moe"],
+)
+def test_the_loop_and_remat_change_nothing(overrides, policies, tiny_config, noisy_params):
     keys = (*overrides, "quantization=int8")
     expected = gradients(tiny_config, noisy_params, *keys, "remat_policy=none", "scan_layers=false")
-    plain = gradients(tiny_config, noisy_params, *overrides)
-    assert 1e-5 < abs(float(expected[0] - plain[0])) < 0.05 * float(plain[0])
-    for more in (("remat_policy=full",), ("remat_policy=minimal_with_context_and_quantization",)):
-        assert_near(gradients(tiny_config, noisy_params, *keys, *more), expected, 1e-4)
+    model, loss = loss_of(tiny_config, *overrides)
+    plain = float(jax.jit(loss)(noisy_params(model)))
+    assert 1e-5 < abs(float(expected[0]) - plain) < 0.05 * plain
+    for policy in policies:
+        assert_near(gradients(tiny_config, noisy_params, *keys, policy), expected, 1e-4)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", "s8"), ("int4", "s8"), ("fp8", "f8")])
@@ -80,9 +92,9 @@ def test_policies_with_quantization_keep_the_codes(policy, is_kept, tiny_config)
     assert not is_kept or len(kept) == 14, printed.getvalue()
 
 
-def test_a_cache_gives_the_hidden_states_of_the_whole_row(tiny_config, noisy_params):
+def test_a_cache_gives_the_hidden_states_of_the_whole_row(tiny_config, noisy_params, empty_cache):
     model, _ = loss_of(tiny_config, "quantization=int8")
-    params = noisy_params(model)
-    whole = model.apply(params, TOKENS, POSITIONS).hidden
-    cached = model.apply(params, TOKENS, POSITIONS, jnp.ones_like(TOKENS), model.init_cache(2, 12)).hidden
+    params, apply = noisy_params(model), jax.jit(model.apply)
+    whole = apply(params, TOKENS, POSITIONS).hidden
+    cached = apply(params, TOKENS, POSITIONS, np.ones_like(TOKENS), empty_cache(model, 2, 12)).hidden
     np.testing.assert_allclose(cached, whole, atol=1e-4)

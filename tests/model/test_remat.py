@@ -55,18 +55,15 @@ ORDERED = (
 def block_of(tiny_config, *overrides):
     """A block as a function of its input and parameters, and arguments for it; the config's `compute` beside them."""
     config = tiny_config("emb_dim=32", "head_dim=8", "mlp_dim=48", *overrides)
-    abstract = nnx.eval_shape(
-        lambda: Block(LayerSpec("full", "dense"), config.model, config.compute, rngs=nnx.Rngs(params=jax.random.key(0)))
-    )
-    graphdef, state = nnx.split(abstract)
+    graphdef, state = nnx.split(Block(LayerSpec("full", "dense"), config.model, config.compute, rngs=None))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
-    positions, segments = jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32)
+    positions, segments = np.arange(8)[None], np.ones((1, 8), np.int32)
     turns = rotations(rotary_tables(config.model), positions)
     context = AttentionContext(positions, segments, positions, segments, turns, None)
     return (
         lambda x, params: nnx.merge(graphdef, params)(x, context, None)[0],
         config.compute,
-        (jnp.ones((1, 8, 32)), params),
+        (np.ones((1, 8, 32), np.float32), params),
     )
 
 
@@ -158,9 +155,11 @@ FAMILIES = (
 def test_the_names_of_a_model_are_those_in_its_program(name):
     config = load_config("base.yml", [f"model={name}", "smoke=true", "dtype=float32"], {})
     model = build_model(config.model, config.compute)
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    # A gradient, since attention names its context only where there is a backward pass.
-    program = jax.make_jaxpr(jax.grad(lambda params: model.apply(params, tokens, tokens).hidden.sum()))
+    tokens = np.zeros((1, 8), np.int32)
+    # As for a gradient, since attention names its context only where there is a backward pass.
+    program = jax.make_jaxpr(
+        lambda params: jax.vjp(lambda params: model.apply(params, tokens, tokens).hidden, params)[0]
+    )
     found = set(re.findall(r"name\[\s*name=(\w+)", str(program(model.abstract_params))))
     assert found == {LAYER_INPUT, *remat_tensors(config.model)}
 
@@ -243,8 +242,8 @@ def test_offloading_moves_bytes_to_the_host_on_a_tpu(tiny_config):
 def gradients(tiny_config, noisy_params, *overrides):
     config = tiny_config("emb_dim=32", "mlp_dim=48", "head_dim=8", "vocab_size=32", *overrides)
     model = build_model(config.model, config.compute)
-    tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (2, 8))
+    tokens = np.asarray([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], np.int32)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8))
 
     def loss(params):
         return (model.logits(params, model.apply(params, tokens, positions).hidden) ** 2).mean()

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -7,6 +6,7 @@ from flax import nnx
 from maxlite.config.layers import LayerSpec
 from maxlite.nn.attention import Attention, AttentionContext
 from maxlite.nn.rotary import rotary_tables, rotations
+from tests.nn.layers import filled, in_float64, run
 
 LENGTH = 7
 
@@ -42,8 +42,7 @@ def normed(x, model, dims, scale=None):
 
 def expected_output(attention, x, kind, model):
     """Head by head and token by token, in float64."""
-    weights = {"/".join(path): np.asarray(leaf.get_raw_value(), np.float64)
-               for path, leaf in nnx.to_flat_state(nnx.state(attention))}  # fmt: skip
+    weights = in_float64(attention)
     shares = kind == "full" and model.share_kv_projections
     q, k, v = (
         np.einsum("td,dnh->tnh", x, weights[f"{name}/kernel"]) + weights.get(f"{name}/bias", 0.0)
@@ -127,37 +126,32 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_against_numpy(case, tiny_config, rngs):
+def test_against_numpy(case, tiny_config):
     kind, overrides = CASES[case]
     config = tiny_config("normalization_layer_epsilon=0.1", *overrides)
-    attention = Attention(LayerSpec(kind, "dense"), config.model, config.compute, rngs=rngs)
-    # Noise everywhere: scales of one and biases of zero would hide mistakes.
-    graphdef, state = nnx.split(attention)
-    generator = np.random.default_rng(1)
-    state = jax.tree.map(lambda leaf: leaf + jnp.asarray(generator.normal(size=leaf.shape) * 0.3, leaf.dtype), state)
-    attention = nnx.merge(graphdef, state)
-    positions, segments = jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32)
+    attention = filled(Attention(LayerSpec(kind, "dense"), config.model, config.compute, rngs=None))
+    positions, segments = np.arange(LENGTH)[None], np.ones((1, LENGTH), np.int32)
     turns = rotations(rotary_tables(config.model), positions)
     x = np.random.default_rng(0).normal(size=(LENGTH, 64))
     context = AttentionContext(positions, segments, positions, segments, turns, None)
-    found, cache = attention(jnp.asarray(x[None], jnp.float32), context, None)
+    found, cache = run(attention, x[None].astype(np.float32), context, None)
     expected = expected_output(attention, x, kind, config.model)
     np.testing.assert_allclose(found[0], expected, atol=5e-5)
     assert cache is None
 
 
-def test_no_weight_is_made_that_was_not_asked_for(tiny_config, rngs):
+def test_no_weight_is_made_that_was_not_asked_for(tiny_config):
     config = tiny_config()
-    attention = Attention(LayerSpec("full", "dense"), config.model, config.compute, rngs=rngs)
+    attention = Attention(LayerSpec("full", "dense"), config.model, config.compute, rngs=None)
     names = {"/".join(path) for path, _ in nnx.to_flat_state(nnx.state(attention))}
     assert names == {f"{name}/kernel" for name in ("query", "key", "value", "out")}
 
 
-def test_a_shared_projection_is_one_weight(tiny_config, rngs):
+def test_a_shared_projection_is_one_weight(tiny_config):
     config = tiny_config(*GLOBAL)
     weights = {}
     for kind in ("full", "local"):
-        attention = Attention(LayerSpec(kind, "dense"), config.model, config.compute, rngs=rngs)
+        attention = Attention(LayerSpec(kind, "dense"), config.model, config.compute, rngs=None)
         weights[kind] = {path[0]: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(attention))}
     assert weights["full"] == {"query": (64, 4, 24), "key": (64, 1, 24), "out": (4, 24, 64)}
     assert weights["local"]["value"] == weights["local"]["key"] == (64, 2, 16)
@@ -166,5 +160,6 @@ def test_a_shared_projection_is_one_weight(tiny_config, rngs):
 def test_a_cache_has_the_heads_of_its_kind(tiny_config):
     config = tiny_config(*GLOBAL)
     for kind, heads in (("full", (1, 24)), ("local", (2, 16))):
-        cache = Attention.init_cache(LayerSpec(kind, "dense"), config.model, config.compute, 3, 5)
+        arguments = (LayerSpec(kind, "dense"), config.model, config.compute, 3, 5)
+        cache = jax.eval_shape(lambda arguments=arguments: Attention.init_cache(*arguments))
         assert cache.key.shape == cache.value.shape == (3, 5, *heads)

@@ -1,8 +1,10 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxlite.nn.linear import Linear
+from tests.nn.layers import filled, run
 
 
 @pytest.mark.parametrize(
@@ -19,16 +21,17 @@ def test_the_equation_is_what_it_does(equation, shape, x_shape, fan_in, tiny_con
     kernel = np.asarray(linear.kernel[...], np.float64)
     x = np.random.default_rng(0).normal(size=x_shape)
     expected = np.einsum(equation, x, kernel)
-    np.testing.assert_allclose(linear(jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
+    np.testing.assert_allclose(run(linear, x.astype(np.float32)), expected, atol=1e-5)
     assert np.abs(kernel).max() <= 2 / np.sqrt(fan_in) / 0.8796
     if kernel.size > 1000:
         assert kernel.std() * np.sqrt(fan_in) == pytest.approx(1, abs=0.02)
 
 
-def test_the_product_is_in_the_compute_dtype(tiny_config, rngs):
-    linear = Linear("BTD,DF->BTF", (4, 4), ("embed", "mlp"), tiny_config("dtype=bfloat16").compute, rngs=rngs)
-    assert linear.kernel[...].dtype == jnp.float32
-    assert linear(jnp.ones((1, 1, 4))).dtype == jnp.bfloat16
+def test_the_product_is_in_the_compute_dtype(tiny_config):
+    compute = tiny_config("dtype=bfloat16").compute
+    linear = filled(Linear("BTD,DF->BTF", (4, 4), ("embed", "mlp"), compute, rngs=None))
+    assert linear.kernel.get_raw_value().dtype == jnp.float32
+    assert jax.eval_shape(linear, np.ones((1, 1, 4), np.float32)).dtype == jnp.bfloat16
 
 
 def test_a_bias_has_the_dimensions_that_are_made(tiny_config, rngs):
@@ -36,7 +39,7 @@ def test_a_bias_has_the_dimensions_that_are_made(tiny_config, rngs):
     linear = Linear("BTD,DNH->BTNH", (6, 4, 8), axes, tiny_config().compute, use_bias=True, rngs=rngs)
     assert linear.bias.shape == (4, 8) and linear.bias.get_metadata()["axes"] == ("heads", "head_dim")
     assert not np.any(linear.bias[...]) and not linear.bias.get_metadata()["decays"]
-    x, bias = jnp.ones((1, 2, 6)), np.random.default_rng(0).normal(size=(4, 8))
-    without = np.asarray(linear(x))
+    x, bias = np.ones((1, 2, 6), np.float32), np.random.default_rng(0).normal(size=(4, 8))
+    without = np.asarray(run(linear, x))
     linear.bias[...] = jnp.asarray(bias, jnp.float32)
-    np.testing.assert_allclose(linear(x), without + bias, atol=1e-6)
+    np.testing.assert_allclose(run(linear, x), without + bias, atol=1e-6)

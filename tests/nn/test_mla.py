@@ -10,6 +10,7 @@ from maxlite.nn.attention import AttentionContext
 from maxlite.nn.cache import write_slots
 from maxlite.nn.mla import LatentCache, MultiHeadLatentAttention
 from maxlite.ops.kv_quantization import mixed, mixed_numbers, unmixed
+from tests.nn.layers import filled, in_float64, new_run, run, weights_of
 
 BATCH, LENGTH, DIM, HEADS = 2, 9, 32, 4
 QUERY_RANK, RANK, CONTENT, ROPE, VALUE = 12, 10, 8, 6, 5
@@ -30,21 +31,9 @@ SCALE = (CONTENT + ROPE) ** -0.5
 
 
 def build(tiny_config, *overrides, dtype="float32"):
-    """The layer, with noise in every weight: norms of ones and biases of zeros would hide mistakes."""
     keys = dict(text.split("=") for text in (*SIZES, *overrides, f"dtype={dtype}"))
     config = tiny_config(*(f"{key}={value}" for key, value in keys.items()))
-    layer = MultiHeadLatentAttention(
-        LayerSpec("mla", "dense"), config.model, config.compute, rngs=nnx.Rngs(params=jax.random.key(0))
-    )
-    graphdef, state = nnx.split(layer)
-    generator = np.random.default_rng(1)
-    state = jax.tree.map(lambda leaf: leaf + jnp.asarray(generator.normal(size=leaf.shape) * 0.2, leaf.dtype), state)
-    return nnx.merge(graphdef, state), config
-
-
-def weights_of(layer):
-    """{"query_a/kernel": array, ...}."""
-    return {"/".join(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(nnx.state(layer))}
+    return filled(MultiHeadLatentAttention(SPEC, config.model, config.compute, rngs=None)), config
 
 
 def turns(positions, xp=np):
@@ -55,12 +44,11 @@ def turns(positions, xp=np):
 def context_of(positions, segments, keys=None, index=None):
     """keys: positions and segments of the cache's slots."""
     angles = turns(positions)
-    rotations = {"mla": (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))}
-    positions, segments = jnp.asarray(positions), None if segments is None else jnp.asarray(segments)
-    key_positions, key_segments = (positions, segments) if keys is None else map(jnp.asarray, keys)
+    rotations = {"mla": (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))}
+    key_positions, key_segments = (positions, segments) if keys is None else keys
     return AttentionContext(
         query_positions=positions, query_segment_ids=segments, key_positions=key_positions,
-        key_segment_ids=key_segments, rotations=rotations, index=None if index is None else jnp.int32(index),
+        key_segment_ids=key_segments, rotations=rotations, index=None if index is None else np.int32(index),
     )  # fmt: skip
 
 
@@ -100,12 +88,8 @@ def reference(weights, x, scale, *, interleave=True, xp=np):
     return linear("out", xp.einsum("bnts,bsnh->btnh", chances, expanded[..., CONTENT:]), "btnh,nhd->btd")
 
 
-def in_float64(layer):
-    return {name: np.asarray(value, np.float64) for name, value in weights_of(layer).items()}
-
-
 def found(layer, x=INPUT):
-    return layer(jnp.asarray(x, jnp.float32), context_of(POSITIONS, SEGMENTS), None)[0]
+    return run(layer, x.astype(np.float32), context_of(POSITIONS, SEGMENTS), None)[0]
 
 
 @pytest.mark.parametrize("interleave", [True, False])
@@ -129,9 +113,18 @@ def test_against_numpy(overrides, interleave, tiny_config):
         (("rope_type=linear", "rope_factor=40", "rope_mscale_all_dim=1"), SCALE),
     ],
 )
-def test_scores_are_scaled(overrides, scale, tiny_config):
-    layer, config = build(tiny_config, *overrides, "original_max_position_embeddings=64")
-    expected = reference(in_float64(layer), INPUT, scale)
+def test_the_scale_is_what_the_keys_come_to(overrides, scale, tiny_config):
+    layer, _ = build(tiny_config, *overrides, "original_max_position_embeddings=64")
+    assert layer.scale == pytest.approx(scale, rel=1e-6)
+
+
+def test_scores_are_scaled(tiny_config):
+    """By the layer's own scale, also where none of it is the root of a head's width."""
+    layer, config = build(
+        tiny_config, "rope_type=yarn", "rope_factor=40", "rope_mscale_all_dim=1", "query_pre_attn_scalar=2.5",
+        "original_max_position_embeddings=64",
+    )  # fmt: skip
+    expected = reference(in_float64(layer), INPUT, 2.5**-0.5 * 1.8738542)
     np.testing.assert_allclose(found(layer), expected, atol=2e-5)
     np.testing.assert_allclose(cached_outputs(layer, config, [LENGTH])[0], expected, atol=2e-5)
 
@@ -144,24 +137,29 @@ def test_epsilon_of_the_latent_norms(tiny_config):
     np.testing.assert_allclose(found(layer, INPUT * 1e-3), expected, atol=2e-5)
 
 
-def cached_outputs(layer, config, lengths, slots=LENGTH + 4):
+# Pieces of few lengths, for each is a program.
+PIECES = [4, 1, 4]
+
+
+def cached_outputs(layer, config, lengths, slots=LENGTH + 4, call=run):
     """Runs the tokens in pieces of these lengths. Returns outputs [B, T, D] and the cache."""
-    cache = MultiHeadLatentAttention.init_cache(SPEC, config.model, config.compute, BATCH, slots)
+    arguments = (SPEC, config.model, config.compute, BATCH, slots)
+    cache = jax.eval_shape(lambda: MultiHeadLatentAttention.init_cache(*arguments))
     # What the slots hold before they are written must not matter, if only their segment is 0.
-    cache = jax.tree.map(lambda leaf: leaf + jnp.asarray(1000).astype(leaf.dtype), cache)
+    cache = jax.tree.map(lambda leaf: np.full(leaf.shape, 1000).astype(leaf.dtype), cache)
     outputs, start = [], 0
     for length in lengths:
         piece = slice(start, start + length)
         positions, segments = (np.zeros((BATCH, slots), np.int32) for _ in range(2))
         positions[:, : piece.stop], segments[:, : piece.stop] = POSITIONS[:, : piece.stop], SEGMENTS[:, : piece.stop]
         context = context_of(POSITIONS[:, piece], SEGMENTS[:, piece], (positions, segments), start)
-        output, cache = layer(jnp.asarray(INPUT[:, piece], config.compute.dtype), context, cache)
-        outputs.append(output)
+        output, cache = call(layer, INPUT[:, piece].astype(jnp.dtype(config.compute.dtype)), context, cache)
+        outputs.append(np.asarray(output))
         start += length
-    return jnp.concatenate(outputs, axis=1), cache
+    return np.concatenate(outputs, axis=1), jax.tree.map(np.asarray, cache)
 
 
-@pytest.mark.parametrize("lengths", [[LENGTH], [5, 1, 1, 1, 1], [2, 4, 3], [1] * LENGTH], ids=str)
+@pytest.mark.parametrize("lengths", [[LENGTH], PIECES, [4, 1, 1, 1, 1, 1], [1] * LENGTH], ids=str)
 @pytest.mark.parametrize("overrides", [(), LOW_RANK + BIASED], ids=["direct", "biased"])
 def test_cached_equals_uncached(overrides, lengths, tiny_config):
     layer, config = build(tiny_config, *overrides)
@@ -178,7 +176,7 @@ def test_cache_holds_normed_latents_and_turned_keys(tiny_config):
     both = np.einsum("btd,dr->btr", INPUT, weights["key_value_a/kernel"])
     latent = both[..., :RANK] / np.sqrt(np.mean(both[..., :RANK] ** 2, -1, keepdims=True) + 1e-6)
     turned = (both[..., RANK::2] + 1j * both[..., RANK + 1 :: 2]) * np.exp(1j * turns(POSITIONS))
-    _, cache = cached_outputs(layer, config, [4, 5])
+    _, cache = cached_outputs(layer, config, PIECES)
     np.testing.assert_allclose(cache.latent[:, :LENGTH], latent * weights["key_value_a_norm/scale"], atol=2e-5)
     rope_key = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(cache.rope_key[:, :LENGTH], rope_key, atol=2e-5)
@@ -194,7 +192,9 @@ def test_cached_step_makes_no_key_for_each_head(tiny_config):
         context = context_of(tokens, tokens, keys, 0 if cached else None)
         arguments = (SPEC, config.model, config.compute, BATCH, slots)
         cache = MultiHeadLatentAttention.init_cache(*arguments) if cached else None
-        return jax.jit(lambda x: layer(x, context, cache)[0]).lower(jnp.zeros((BATCH, length, DIM))).as_text()
+        return (
+            jax.jit(lambda x: layer(x, context, cache)[0]).lower(np.zeros((BATCH, length, DIM), np.float32)).as_text()
+        )
 
     assert f"{slots}x{HEADS}x{CONTENT}" in lowered(slots, cached=False)
     assert f"{slots}x{HEADS}x" not in lowered(1, cached=True)
@@ -203,16 +203,16 @@ def test_cached_step_makes_no_key_for_each_head(tiny_config):
 @pytest.mark.parametrize(("dtype", "largest", "error"), [("int8", 127.0, 0.01), ("int4", 7.4999, 0.2)])
 def test_latents_and_turned_keys_are_rounded_apart(dtype, largest, error, tiny_config):
     layer, exact_config = build(tiny_config, *LOW_RANK)
-    _, exact = cached_outputs(layer, exact_config, [LENGTH])
+    _, exact = cached_outputs(layer, exact_config, PIECES)
     _, config = build(tiny_config, "quantize_kvcache=true", f"kv_quant_dtype={dtype}")
-    outputs, cache = cached_outputs(layer, config, [4, 1, 4])
+    outputs, cache = cached_outputs(layer, config, PIECES)
     for slots, numbers in zip(cache, exact, strict=True):
-        numbers = np.asarray(mixed(numbers), np.float64)[:, :LENGTH]
+        numbers = np.asarray(jax.jit(mixed)(numbers), np.float64)[:, :LENGTH]
         scale = np.abs(numbers).max(-1, keepdims=True) / largest
         np.testing.assert_allclose(slots.scale[:, :LENGTH], scale, rtol=1e-4)
         assert slots.codes.shape == (BATCH, LENGTH + 4, numbers.shape[-1] // (1 if dtype == "int8" else 2))
-        found = np.asarray(mixed_numbers(slots, jnp.dtype("float32")))[:, :LENGTH]
-        assert (np.abs(found - numbers) <= 0.5001 * scale).all()
+        read = np.asarray(jax.jit(mixed_numbers, static_argnums=1)(slots, jnp.dtype("float32")))[:, :LENGTH]
+        assert (np.abs(read - numbers) <= 0.5001 * scale).all()
     expected = reference(in_float64(layer), INPUT, SCALE)
     assert 0 < np.abs(np.asarray(outputs) - expected).mean() < error * np.abs(expected).mean()
 
@@ -221,7 +221,7 @@ def test_latents_and_turned_keys_are_rounded_apart(dtype, largest, error, tiny_c
 def test_what_is_read_is_what_was_rounded(dtype, tiny_config, monkeypatch):
     """Two runs: with rounded slots; and with float ones that numbers are rounded on their way to."""
     layer, config = build(tiny_config, "quantize_kvcache=true", f"kv_quant_dtype={dtype}")
-    found, _ = cached_outputs(layer, config, [4, 1, 4])
+    rounded, _ = cached_outputs(layer, config, PIECES)
 
     def write_rounded(stored, new, index):
         largest, end = {"int8": (127.0, 128), "int4": (7.4999, 8)}[dtype]
@@ -231,13 +231,13 @@ def test_what_is_read_is_what_was_rounded(dtype, tiny_config, monkeypatch):
 
     monkeypatch.setattr(mla, "write_slots", write_rounded)
     layer, config = build(tiny_config)
-    expected, _ = cached_outputs(layer, config, [4, 1, 4])
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    expected, _ = cached_outputs(layer, config, PIECES, call=new_run())
+    np.testing.assert_allclose(rounded, expected, atol=1e-5)
 
 
 def test_padding_gives_zeros(tiny_config):
     layer, config = build(tiny_config)
-    cached, _ = cached_outputs(layer, config, [6, 3])
+    cached, _ = cached_outputs(layer, config, PIECES)
     for outputs in (found(layer), cached):
         assert (np.asarray(outputs)[SEGMENTS == 0] == 0).all()
         assert (np.abs(np.asarray(outputs)[SEGMENTS > 0]).max(-1) > 0).all()
@@ -247,16 +247,16 @@ def test_padding_gives_zeros(tiny_config):
 def test_gradients_equal_those_of_the_reference(overrides, tiny_config):
     layer, _ = build(tiny_config, *overrides)
     graphdef, state = nnx.split(layer)
-    x, pull = jnp.asarray(INPUT, jnp.float32), np.random.default_rng(2).normal(size=INPUT.shape)
+    x, pull = INPUT.astype(np.float32), np.random.default_rng(2).normal(size=INPUT.shape)
 
     def through_layer(state, x):
-        return jnp.sum(found(nnx.merge(graphdef, state), x) * pull)
+        return jnp.sum(nnx.merge(graphdef, state)(x, context_of(POSITIONS, SEGMENTS), None)[0] * pull)
 
     def through_reference(weights, x):
         return jnp.sum(reference(weights, x, SCALE, xp=jnp) * pull)
 
-    state_gradient, x_gradient = jax.grad(through_layer, argnums=(0, 1))(state, x)
-    expected, x_expected = jax.grad(through_reference, argnums=(0, 1))(weights_of(layer), x)
+    state_gradient, x_gradient = jax.jit(jax.grad(through_layer, argnums=(0, 1)))(state, x)
+    expected, x_expected = jax.jit(jax.grad(through_reference, argnums=(0, 1)))(weights_of(layer), x)
     gradients = {"/".join(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state_gradient)}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
@@ -289,11 +289,11 @@ def test_parameters_and_their_axes(tiny_config):
 def test_bfloat16(tiny_config):
     layer, config = build(tiny_config, *LOW_RANK, dtype="bfloat16")
     expected = reference(in_float64(layer), INPUT, SCALE)
-    outputs, cache = cached_outputs(layer, config, [4, 1, 4])
+    outputs, cache = cached_outputs(layer, config, PIECES)
     assert cache.latent.dtype == cache.rope_key.dtype == jnp.bfloat16
     for output in (found(layer), outputs):
         assert output.dtype == jnp.bfloat16
-        np.testing.assert_allclose(output.astype(jnp.float32), expected, atol=0.04 * np.abs(expected).max())
+        np.testing.assert_allclose(np.float32(output), expected, atol=0.04 * np.abs(expected).max())
 
 
 YARN = {
@@ -328,9 +328,9 @@ def test_against_transformers(case, tiny_config):
     mask = torch.full((LENGTH, LENGTH), -1e30).triu(1).expand(BATCH, 1, LENGTH, LENGTH)
     with torch.no_grad():
         expected = hf(hidden_states=x, position_embeddings=embeddings, attention_mask=mask)[0].numpy()
-    cos, sin = (jnp.asarray(part.numpy()) for part in pairs_of(embeddings))
+    cos, sin = (part.numpy() for part in pairs_of(embeddings))
     context = context_of(positions.numpy().astype(np.int32), None)._replace(rotations={"mla": (cos, sin)})
-    np.testing.assert_allclose(layer(jnp.asarray(INPUT, jnp.float32), context, None)[0], expected, atol=2e-5)
+    np.testing.assert_allclose(run(layer, INPUT.astype(np.float32), context, None)[0], expected, atol=2e-5)
 
 
 def torch_attention(version, settings):

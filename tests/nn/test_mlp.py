@@ -1,12 +1,10 @@
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from maxlite.nn.mlp import GatedMLP, build_gate
+from tests.nn.layers import filled, run
 
 ERF = np.vectorize(math.erf)
 ACTIVATION = {
@@ -19,11 +17,9 @@ ACTIVATION = {
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATION)
-def test_against_numpy(activation, bias, tiny_config, rngs):
+def test_against_numpy(activation, bias, tiny_config):
     config = tiny_config(f"mlp_activation={activation}", f"mlp_bias={str(bias).lower()}")
-    graphdef, state = nnx.split(GatedMLP(config.model, config.compute, 40, rngs=rngs))
-    state = jax.tree.map(lambda leaf: leaf + 0.1, state)
-    mlp = nnx.merge(graphdef, state)
+    mlp = filled(GatedMLP(config.model, config.compute, 40, rngs=None), width=0.15)
     x = np.random.default_rng(0).normal(size=(2, 3, 64))
 
     def linear(part, x):
@@ -31,7 +27,7 @@ def test_against_numpy(activation, bias, tiny_config, rngs):
 
     assert mlp.gate.kernel.shape == (64, 40)
     expected = linear(mlp.down, ACTIVATION[activation](linear(mlp.gate, x)) * linear(mlp.up, x))
-    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(run(mlp, x.astype(np.float32)), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_clipped_unit_of_gpt_oss(tiny_config):
@@ -39,4 +35,4 @@ def test_the_clipped_unit_of_gpt_oss(tiny_config):
     gate, up = np.meshgrid(np.linspace(-4, 4, 17), np.linspace(-4, 4, 17))
     clipped = np.minimum(gate, 2)
     expected = clipped / (1 + np.exp(-1.5 * clipped)) * (np.clip(up, -2, 2) + 1)
-    np.testing.assert_allclose(join(jnp.asarray(gate), jnp.asarray(up)), expected, atol=1e-6)
+    np.testing.assert_allclose(join(gate.astype(np.float32), up.astype(np.float32)), expected, atol=1e-6)

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,15 +41,16 @@ def test_each_token_sums_the_last_ones_of_its_document():
 
 
 def test_parts_of_a_row_are_the_row():
-    documents = jnp.zeros((2, LENGTH), jnp.int32)
-    whole = causal_convolution(jnp.asarray(X), jnp.asarray(KERNEL), documents, jnp.asarray(NOTHING))
-    history, parts = jnp.asarray(NOTHING), []
+    documents = np.zeros((2, LENGTH), np.int32)
+    convolve, remember = jax.jit(causal_convolution), jax.jit(next_history)
+    whole = convolve(X, KERNEL, documents, NOTHING)
+    history, parts = NOTHING, []
     # Parts shorter and longer than the kernel.
     for start, stop in ((0, 1), (1, 3), (3, 8), (8, 9)):
-        part = jnp.asarray(X[:, start:stop])
-        parts.append(causal_convolution(part, jnp.asarray(KERNEL), documents[:, start:stop], history))
-        history = next_history(part, history, jnp.full(2, stop - start))
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-6)
+        part = X[:, start:stop]
+        parts.append(convolve(part, KERNEL, documents[:, start:stop], history))
+        history = remember(part, history, np.full(2, stop - start, np.int32))
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=1e-6)
 
 
 def test_padding_is_not_remembered():

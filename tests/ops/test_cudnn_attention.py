@@ -22,26 +22,27 @@ CASES = {
 }
 
 
-def inputs(dtype: str) -> list[jax.Array]:
+def inputs(dtype: str) -> list[np.ndarray]:
     """Query, key and value; scores reach from about -40 to 40."""
     generator = np.random.default_rng(0)
     shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
-    return [jnp.asarray(3 * generator.normal(size=(BATCH, LENGTH, *shape)), dtype) for shape in shapes]
+    return [(3 * generator.normal(size=(BATCH, LENGTH, *shape))).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
 def tokens(segments: bool) -> Tokens:
     """Row 0 packs nine documents and padding, row 1 holds one document."""
-    segment_ids = np.stack([np.arange(LENGTH) // 5 + 1, np.ones(LENGTH, int)])
-    positions = np.stack([np.arange(LENGTH) % 5 if segments else np.arange(LENGTH), np.arange(LENGTH)])
+    places = np.arange(LENGTH, dtype=np.int32)
+    segment_ids = np.stack([places // 5 + 1, np.ones_like(places)])
+    positions = np.stack([places % 5 if segments else places, places])
     segment_ids[0, 45:] = 0
-    return Tokens(None, jnp.asarray(positions), jnp.asarray(segment_ids) if segments else None)
+    return Tokens(None, positions, segment_ids if segments else None)
 
 
 def naive_attention(options: AttentionOptions, query, key, value, of: Tokens) -> jax.Array:
     key, value = (jnp.repeat(array, HEADS // KV_HEADS, axis=2) for array in (key, value))
     scores = jnp.einsum("bqnh,bknh->bnqk", query, key, precision="highest") * options.scale
-    place = jnp.arange(LENGTH)
-    seen = (place[:, None] >= place)[None]
+    place = np.arange(LENGTH)
+    seen = np.tile(place[:, None] >= place, (BATCH, 1, 1))
     if options.window is not None:
         seen &= place[:, None] - place < options.window
     if options.chunk is not None:
@@ -66,15 +67,14 @@ def test_the_arguments_mean_the_definition(name, dtype, tolerance):
 
     def output_and_gradients(function, arrays):
         output, backward = jax.vjp(function, *arrays)
-        weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
+        weights = np.cos(np.arange(output.size, dtype=np.float32)).reshape(output.shape).astype(output.dtype)
         return output, *backward(weights)
 
-    wide = [array.astype(jnp.float32) for array in arrays]
+    wide = [array.astype(np.float32) for array in arrays]
     naive = functools.partial(naive_attention, options, of=of)
     wanted = jax.jit(functools.partial(output_and_gradients, naive))(wide)
     for got, want in zip(jax.jit(functools.partial(output_and_gradients, coded))(arrays), wanted, strict=True):
-        size = float(jnp.abs(want).max())
-        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance * size)
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=tolerance * np.abs(want).max())
 
 
 def test_segments_are_exactly_apart():
@@ -82,11 +82,12 @@ def test_segments_are_exactly_apart():
     of, (query, key, value) = tokens(True), inputs("bfloat16")
     other = (of.segment_ids != 3)[:, :, None, None]
 
+    @jax.jit
     def run(key, value):
         arguments = cudnn_arguments(PLAIN, query, key, value, (of, of))
         return jax.nn.dot_product_attention(**arguments._asdict(), implementation="xla")[0, 10:15]
 
-    changed = run(jnp.where(other, -key, key), jnp.where(other, 1000, value))
+    changed = run(np.where(other, -key, key), np.where(other, value.dtype.type(1000), value))
     np.testing.assert_array_equal(np.asarray(run(key, value)), np.asarray(changed))
 
 

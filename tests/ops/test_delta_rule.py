@@ -9,6 +9,8 @@ BATCH, HEADS, GROUPS, WIDTH, VALUE = 2, 2, 3, 5, 4
 # One chunk, one full, several with a rest.
 LENGTHS = (1, 7, CHUNK, 2 * CHUNK + 9)
 
+in_chunks, in_one_step = jax.jit(chunked_delta_rule), jax.jit(delta_rule_step)
+
 
 def make_inputs(length: int, seed: int = 0, decay: float = 0.5) -> DeltaInputs:
     random = np.random.default_rng(seed)
@@ -41,7 +43,7 @@ def reference(inputs: DeltaInputs, documents: np.ndarray, memory: np.ndarray) ->
 
 
 def in_float32(inputs: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(*(jnp.asarray(array, jnp.float32) for array in inputs))
+    return DeltaInputs(*(np.asarray(array, np.float32) for array in inputs))
 
 
 def close(found, expected, tolerance=2e-5):
@@ -61,7 +63,7 @@ def borders(length: int) -> np.ndarray:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_chunks_are_the_rule(length):
     inputs, memory, one_document = make_inputs(length), make_memory(), np.zeros((BATCH, length), np.int32)
-    found = jax.jit(chunked_delta_rule)(in_float32(inputs), one_document, jnp.asarray(memory, jnp.float32))
+    found = in_chunks(in_float32(inputs), one_document, memory.astype(np.float32))
     for array, expected in zip(found, reference(inputs, one_document, memory), strict=True):
         close(array, expected)
 
@@ -69,46 +71,44 @@ def test_chunks_are_the_rule(length):
 @pytest.mark.parametrize("length", LENGTHS[1:])
 def test_a_document_begins_with_an_empty_memory(length):
     inputs, memory, documents = make_inputs(length, 2), make_memory(3), borders(length)
-    found = jax.jit(chunked_delta_rule)(in_float32(inputs), documents, jnp.asarray(memory, jnp.float32))
+    found = in_chunks(in_float32(inputs), documents, memory.astype(np.float32))
     for array, expected in zip(found, reference(inputs, documents, memory), strict=True):
         close(array, expected)
 
 
 def test_steps_are_the_rule_and_parts_of_a_row_are_the_row():
-    length, cut = CHUNK + 13, 21
+    length, cut = CHUNK + 13, 13
     inputs, memory = make_inputs(length, 4), make_memory(5)
     expected, last = reference(inputs, np.zeros((BATCH, length), np.int32), memory)
-    inputs, memory = in_float32(inputs), jnp.asarray(memory, jnp.float32)
-    step, outputs = jax.jit(delta_rule_step), []
+    inputs, memory = in_float32(inputs), memory.astype(np.float32)
+    outputs = []
     for token in range(cut):
-        output, memory = step(DeltaInputs(*(array[:, token : token + 1] for array in inputs)), memory)
+        output, memory = in_one_step(DeltaInputs(*(array[:, token : token + 1] for array in inputs)), memory)
         outputs.append(output)
     rest = DeltaInputs(*(array[:, cut:] for array in inputs))
-    output, memory = chunked_delta_rule(rest, jnp.zeros((BATCH, length - cut), jnp.int32), memory)
-    close(jnp.concatenate([*outputs, output], axis=1), expected)
+    output, memory = in_chunks(rest, np.zeros((BATCH, length - cut), np.int32), memory)
+    close(np.concatenate([*outputs, output], axis=1), expected)
     close(memory, last)
 
 
 def test_a_token_without_decay_and_beta_leaves_the_memory():
-    inputs, memory = make_inputs(CHUNK + 6, 6), jnp.asarray(make_memory(7), jnp.float32)
-    real = np.arange(CHUNK + 6) < 20
+    inputs, memory = make_inputs(CHUNK + 6, 6), make_memory(7).astype(np.float32)
+    real = np.arange(CHUNK + 6) < 7
     quiet = {"log_decay": inputs.log_decay * real[:, None, None], "beta": inputs.beta * real[:, None, None]}
-    documents = jnp.zeros((BATCH, CHUNK + 6), jnp.int32)
-    found = chunked_delta_rule(in_float32(inputs._replace(**quiet)), documents, memory)
-    expected = chunked_delta_rule(
-        in_float32(DeltaInputs(*(array[:, :20] for array in inputs))), documents[:, :20], memory
-    )
-    close(found[0][:, :20], expected[0], 1e-6)
+    documents = np.zeros((BATCH, CHUNK + 6), np.int32)
+    found = in_chunks(in_float32(inputs._replace(**quiet)), documents, memory)
+    expected = in_chunks(in_float32(DeltaInputs(*(array[:, :7] for array in inputs))), documents[:, :7], memory)
+    close(np.asarray(found[0])[:, :7], expected[0], 1e-6)
     close(found[1], expected[1], 1e-6)
     one = in_float32(DeltaInputs(*(array[:, -1:] for array in inputs._replace(**quiet))))
-    np.testing.assert_array_equal(delta_rule_step(one, memory)[1], memory)
+    np.testing.assert_array_equal(in_one_step(one, memory)[1], memory)
 
 
 def test_gradients_are_those_of_the_steps():
     length = CHUNK + 5
-    inputs, memory = in_float32(make_inputs(length, 8)), jnp.asarray(make_memory(9), jnp.float32)
-    documents = jnp.asarray(borders(length))
-    weights = jnp.asarray(np.random.default_rng(10).normal(size=inputs.value.shape), jnp.float32)
+    inputs, memory = in_float32(make_inputs(length, 8)), make_memory(9).astype(np.float32)
+    documents = borders(length)
+    weights = np.random.default_rng(10).normal(size=inputs.value.shape).astype(np.float32)
 
     def step_by_step(inputs, memory):
         def run(memory, token):
@@ -117,16 +117,16 @@ def test_gradients_are_those_of_the_steps():
             output, memory = delta_rule_step(DeltaInputs(*(array[:, None] for array in inputs)), memory)
             return memory, output[:, 0]
 
-        begins = jnp.diff(documents, axis=1, prepend=0) != 0
+        begins = np.diff(documents, axis=1, prepend=0) != 0
         tokens = jax.tree.map(lambda array: array.swapaxes(0, 1), (inputs, begins))
         memory, output = jax.lax.scan(run, memory, tokens)
         return (output.swapaxes(0, 1) * weights).sum() + (memory**2).sum()
 
-    def in_chunks(inputs, memory):
+    def by_chunks(inputs, memory):
         output, memory = chunked_delta_rule(inputs, documents, memory)
         return (output * weights).sum() + (memory**2).sum()
 
-    found, expected = (jax.jit(jax.grad(loss, argnums=(0, 1)))(inputs, memory) for loss in (in_chunks, step_by_step))
+    found, expected = (jax.jit(jax.grad(loss, argnums=(0, 1)))(inputs, memory) for loss in (by_chunks, step_by_step))
     jax.tree.map(lambda x, y: close(x, y, 1e-4), found, expected)
     assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(found))
 
@@ -143,7 +143,7 @@ def test_the_extremes_are_finite(decay):
         output, memory = chunked_delta_rule(inputs, documents, memory)
         return output.sum() + memory.sum(), (output, memory)
 
-    arguments = in_float32(inputs), jnp.asarray(memory, jnp.float32)
+    arguments = in_float32(inputs), memory.astype(np.float32)
     gradients, found = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*arguments)
     for array, expected in zip(found, reference(inputs, documents, memory), strict=True):
         close(array, expected, 1e-4)

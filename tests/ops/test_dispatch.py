@@ -1,5 +1,7 @@
 """Exchanges between devices against plain permutations in numpy; capacity against a loop over tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,20 @@ def scaled_sine(scales):
     return run
 
 
+@functools.cache
+def there_and_back(way):
+    """A program of one way: slots, experts, scales and a cotangent give the outputs and the slots' gradient."""
+
+    def on_device(slots, experts, scales):
+        return dropless(scaled_sine(scales), slots[0], experts[0], NUM_EXPERTS, ("expert",))[None]
+
+    def run(slots, experts, scales, cotangent):
+        y, pull_back = jax.vjp(lambda slots: on_devices(on_device)(slots, experts, scales), slots)
+        return y, *pull_back(cotangent)
+
+    return jax.jit(run)
+
+
 @pytest.mark.parametrize("kind", ["random", "few", "all to the last", "two"])
 @pytest.mark.parametrize("way", ["padded", "ragged"])
 def test_slots_meet_their_experts_and_come_home_and_gradients_too(kind, way, monkeypatch):
@@ -68,16 +84,7 @@ def test_slots_meet_their_experts_and_come_home_and_gradients_too(kind, way, mon
     cotangent = generator.normal(size=slots.shape).astype(np.float32)
     scales = generator.normal(size=NUM_EXPERTS).astype(np.float32)
     of_slots = scales[experts.reshape(DEVICES, -1)][..., None]
-
-    def on_device(slots, experts, scales):
-        return dropless(scaled_sine(scales), slots[0], experts[0], NUM_EXPERTS, ("expert",))[None]
-
-    @jax.jit
-    def run_and_pull_back(slots):
-        y, pull_back = jax.vjp(lambda slots: on_devices(on_device)(slots, experts, scales), slots)
-        return y, *pull_back(cotangent)
-
-    y, gradient = run_and_pull_back(slots)
+    y, gradient = there_and_back(way)(slots, experts, scales, cotangent)
     np.testing.assert_allclose(y, np.sin(slots) * of_slots, atol=1e-6)
     np.testing.assert_allclose(gradient, np.cos(slots) * of_slots * cotangent, atol=1e-6)
 
@@ -88,7 +95,8 @@ def test_the_platform_that_is_compiled_for_decides(platform, is_ragged):
         return dropless(scaled_sine(scales), slots[0], experts[0], NUM_EXPERTS, ("expert",))[None]
 
     function = jax.jit(jax.grad(lambda *args: jnp.sum(on_devices(on_device)(*args))))
-    arrays = (jnp.ones((DEVICES, TOKENS * CHOICES, DIM)), choose("random"), jnp.ones(NUM_EXPERTS))
+    slots, scales = np.ones((DEVICES, TOKENS * CHOICES, DIM), np.float32), np.ones(NUM_EXPERTS, np.float32)
+    arrays = (slots, choose("random"), scales)
     program = function.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
     assert ("ragged_all_to_all" in program) == is_ragged
 
@@ -114,25 +122,35 @@ def keep_in_order(experts, real, room):
     return kept
 
 
+@functools.cache
+def in_rooms(room):
+    """A program: slots, experts, what is real, scales and a cotangent give the outputs and the slots' gradient."""
+
+    def run(slots, experts, real, scales, cotangent):
+        places = group_by_capacity(experts, real, NUM_EXPERTS, room)
+
+        def scaled(slots):
+            return with_capacity(lambda rows, _: rows * scales[:, None, None], slots, places, NUM_EXPERTS, ())
+
+        y, pull_back = jax.vjp(scaled, slots)
+        return y, *pull_back(cotangent)
+
+    return jax.jit(run)
+
+
 @pytest.mark.parametrize("kind", ["random", "few", "all to the last"])
 @pytest.mark.parametrize("room", [1, 2, TOKENS])
 def test_what_does_not_fit_is_dropped_in_order_of_position(kind, room):
     experts = choose(kind)
     real = np.ones((DEVICES, TOKENS), bool)
     real[1, 4:] = real[2] = False
-    slots = jnp.asarray(np.random.default_rng(1).normal(size=(experts.size, DIM)), jnp.float32)
-    scales = jnp.arange(1.0, NUM_EXPERTS + 1)
-
-    def run(slots):
-        places = group_by_capacity(jnp.asarray(experts), jnp.asarray(real), NUM_EXPERTS, room)
-        return with_capacity(lambda rows, _: rows * scales[:, None, None], slots, places, NUM_EXPERTS, ())
-
+    slots = np.random.default_rng(1).normal(size=(experts.size, DIM)).astype(np.float32)
+    scales = np.arange(1, NUM_EXPERTS + 1, dtype=np.float32)
+    y, gradient = in_rooms(room)(slots, experts, real, scales, slots[::-1])
     kept = keep_in_order(experts, real, room).reshape(-1, 1)
-    factors = np.where(kept, np.asarray(scales)[experts.reshape(-1)][:, None], 0)
-    np.testing.assert_allclose(jax.jit(run)(slots), slots * factors, rtol=1e-6)
-    gradient = jax.jit(jax.grad(lambda slots: jnp.sum(run(slots) * slots[::-1])))(slots)
-    expected = slots[::-1] * factors + np.asarray(run(slots))[::-1]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    factors = np.where(kept, scales[experts.reshape(-1)][:, None], 0)
+    np.testing.assert_allclose(y, slots * factors, rtol=1e-6)
+    np.testing.assert_allclose(gradient, slots[::-1] * factors, rtol=1e-5, atol=1e-6)
 
 
 def test_buffers_of_all_devices_meet_at_the_expert():

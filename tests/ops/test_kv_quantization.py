@@ -1,5 +1,6 @@
 """Mixing and rounding of cached numbers against the same in numpy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,10 +84,13 @@ def test_powers_of_two_are_mixed_by_sylvesters_matrix(size):
 
 @pytest.mark.parametrize("size", [1, 6, 7, 64, 80, 96])
 def test_mixing_keeps_products_and_spreads_what_is_large(size):
-    one, other = (jnp.asarray(np.random.default_rng(seed).normal(size=(4, size)), jnp.float32) for seed in (0, 1))
-    np.testing.assert_allclose(np.sum(mixed(one) * mixed(other), -1), np.sum(one * other, -1), atol=2e-5)
-    np.testing.assert_allclose(unmixed(mixed(one)), one, atol=1e-5)
-    assert np.abs(mixed(jnp.eye(size))).max() <= np.sqrt(2 / size) * 1.0001 or size == 1
+    one, other = (np.random.default_rng(seed).normal(size=(4, size)).astype(np.float32) for seed in (0, 1))
+    together = np.concatenate([one, other, np.eye(size, dtype=np.float32)])
+    made, back = jax.jit(lambda values: (mixed(values), unmixed(mixed(values))))(together)
+    made = np.asarray(made)
+    np.testing.assert_allclose(np.sum(made[:4] * made[4:8], -1), np.sum(one * other, -1), atol=2e-5)
+    np.testing.assert_allclose(back, together, atol=1e-5)
+    assert np.abs(made[8:]).max() <= np.sqrt(2 / size) * 1.0001 or size == 1
 
 
 def test_one_large_feature_costs_the_others_little():

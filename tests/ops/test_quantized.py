@@ -1,5 +1,6 @@
 """Rounded products against numpy, against qwix's own, and against the products of floats."""
 
+import functools
 import re
 
 import jax
@@ -26,23 +27,35 @@ EQUATIONS = pytest.mark.parametrize("equation", SHAPES)
 def inputs(equation, dtype=jnp.float32):
     """x, kernel, and a gradient for the product."""
     random = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(random.normal(size=shape), dtype) for shape in SHAPES[equation])
-    made = jax.eval_shape(lambda: jnp.einsum(equation, x, kernel)).shape
-    return x, kernel, jnp.asarray(random.normal(size=made), dtype)
+    x, kernel = (random.normal(size=shape).astype(dtype) for shape in SHAPES[equation])
+    made = np.einsum(equation, x.astype(np.float32), kernel.astype(np.float32)).shape
+    return x, kernel, random.normal(size=made).astype(dtype)
 
 
-def both_ways(product, x, kernel, gradient):
-    """The product and the gradients of x and kernel."""
-    y, backward = jax.vjp(product, x, kernel)
-    return y, *backward(gradient)
+def both_ways(product):
+    """A function of x, kernel and the product's gradient: the product and the gradients of x and kernel."""
+
+    def run(x, kernel, gradient):
+        y, backward = jax.vjp(product, x, kernel)
+        return y, *backward(gradient)
+
+    return run
 
 
+def ways_of_rule(equation, rule):
+    return both_ways(lambda x, kernel: quantized_product(equation, x, kernel, rule))
+
+
+@functools.cache
 def of_rule(equation, rule, dtype=jnp.float32):
-    return both_ways(lambda x, kernel: quantized_product(equation, x, kernel, rule), *inputs(equation, dtype))
+    return jax.jit(ways_of_rule(equation, rule))(*inputs(equation, dtype))
 
 
 def of_floats(equation):
-    return both_ways(lambda x, kernel: jnp.einsum(equation, x, kernel), *inputs(equation))
+    x, kernel, gradient = (np.asarray(array, np.float64) for array in inputs(equation))
+    left, right, made = equation.replace("->", ",").split(",")
+    of_x = np.einsum(f"{made},{right}->{left}", gradient, kernel)
+    return np.einsum(equation, x, kernel), of_x, np.einsum(f"{left},{made}->{right}", x, gradient)
 
 
 def distance(found, expected):
@@ -53,8 +66,8 @@ def distance(found, expected):
 @pytest.mark.parametrize(("qtype", "largest"), [("int8", 127), ("int4", 7)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_code_is_off_by_half_a_step_at_most(qtype, largest, dtype):
-    array = jnp.asarray(np.random.default_rng(0).normal(size=(16, 40)), dtype)
-    rounded = round_to_codes(array, qtype, (1,))
+    array = np.random.default_rng(0).normal(size=(16, 40)).astype(dtype)
+    rounded = jax.jit(lambda array: round_to_codes(array, qtype, (1,)))(array)
     codes, scale = np.asarray(rounded.qvalue, np.float64), np.asarray(rounded.scale, np.float64)
     assert rounded.qvalue.dtype == jnp.int8 and scale.shape == (16, 1)
     assert np.all(np.abs(codes * scale - np.asarray(array, np.float64)) <= scale * 0.5000001)
@@ -63,7 +76,7 @@ def test_a_code_is_off_by_half_a_step_at_most(qtype, largest, dtype):
 
 
 def test_zeros_have_codes():
-    rounded = round_to_codes(jnp.zeros((2, 3)), "int8", (1,))
+    rounded = round_to_codes(np.zeros((2, 3), np.float32), "int8", (1,))
     np.testing.assert_array_equal(rounded.qvalue, 0)
     assert np.all(np.isfinite(rounded.scale))
 
@@ -101,20 +114,30 @@ def test_it_is_qwixs_own_forward_and_backward(equation, named, qtypes):
     x, kernel, gradient = inputs(equation)
     count = x.ndim + kernel.ndim - gradient.ndim
     dims = ((tuple(range(x.ndim - count // 2, x.ndim)), tuple(range(count // 2))), ((), ()))
-    theirs = both_ways(lambda x, kernel: dot_general_qt.dot_general_qt(x, kernel, dims, config), x, kernel, gradient)
+    theirs = jax.jit(both_ways(lambda x, kernel: dot_general_qt.dot_general_qt(x, kernel, dims, config)))(
+        x, kernel, gradient
+    )
     for ours, expected in zip(of_rule(equation, QuantRule(".*", *qtypes)), theirs, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@EQUATIONS
+NEARLY = {
+    INT8: (0.002, 0.015),
+    QuantRule(".*", "fp8", "fp8", "fp8_e5m2"): (0.01, 0.08),
+    INT8._replace(tile_size=8): (0.002, 0.015),
+    QuantRule(".*", "int4", "int8", "int8"): (0.004, 0.15),
+    INT8._replace(calibration="rms"): (0.002, 0.04),
+}
+# The last two are a number of codes and a way to scales, in which one equation is like the other.
+FEW = ("BTD,DNH->BTNH", "BTKGV,KGVD->BTD")
+
+
 @pytest.mark.parametrize(
-    ("rule", "least", "most"),
+    ("equation", "rule", "least", "most"),
     [
-        (INT8, 0.002, 0.015),
-        (QuantRule(".*", "int4", "int8", "int8"), 0.004, 0.15),
-        (QuantRule(".*", "fp8", "fp8", "fp8_e5m2"), 0.01, 0.08),
-        (INT8._replace(tile_size=8), 0.002, 0.015),
-        (INT8._replace(calibration="rms"), 0.002, 0.04),
+        (equation, rule, *bounds)
+        for number, (rule, bounds) in enumerate(NEARLY.items())
+        for equation in (SHAPES if number < 3 else FEW)
     ],
     ids=str,
 )
@@ -134,15 +157,15 @@ def test_without_bwd_qtype_gradients_are_those_of_floats(equation, rule):
 
 def test_tiles_run_through_all_summed_dimensions():
     """One large element spoils the scale of its tile and of no other."""
-    x, kernel = jnp.ones((1, 1, 4, 8)), np.full((4, 8, 3), 0.01, np.float32)
+    x, kernel = np.ones((1, 1, 4, 8), np.float32), np.full((4, 8, 3), 0.01, np.float32)
     kernel[0, 0] = 100
     tiled, whole = (
-        quantized_product("BTNH,NHD->BTD", x, jnp.asarray(kernel), QuantRule(".*", "int8", None, None, size))
-        for size in (16, None)
+        jax.jit(functools.partial(quantized_product, "BTNH,NHD->BTD", rule=rule))(x, kernel)
+        for rule in (QuantRule(".*", "int8", None, None, size) for size in (16, None))
     )
     np.testing.assert_allclose(whole, 100, rtol=1e-2)
     # The second tile's 16 elements keep their values.
-    np.testing.assert_allclose(tiled - whole, 0.16, rtol=2e-2)
+    np.testing.assert_allclose(np.asarray(tiled) - np.asarray(whole), 0.16, rtol=2e-2)
 
 
 @pytest.mark.parametrize("tile_size", [None, 20])
@@ -153,8 +176,8 @@ def test_what_rms_cuts_off_has_no_gradient(tile_size):
     if tile_size is not None:
         # In a tile of 20 one element is never more than root 20 root mean squares.
         rule = rule._replace(tile_size=100)
-    kernel = jnp.ones((200, 2))
-    gradient = jax.grad(lambda x: quantized_product("BTD,DF->BTF", x, kernel, rule).sum())(jnp.asarray(x))
+    kernel = np.ones((200, 2), np.float32)
+    gradient = jax.jit(jax.grad(lambda x: quantized_product("BTD,DF->BTF", x, kernel, rule).sum()))(x)
     cut = np.zeros(x.shape, bool)
     cut[0, 1, 30] = True
     np.testing.assert_array_equal(np.asarray(gradient) == 0, cut)
@@ -172,13 +195,13 @@ def test_results_have_the_dtype_of_what_goes_in(dtype):
 )
 def test_codes_are_multiplied_as_integers(rule, count):
     """Tiles of less than 128 are multiplied as floats; the backward pass has none."""
-    program = str(jax.make_jaxpr(lambda: of_rule("BTD,DF->BTF", rule))())
+    program = str(jax.make_jaxpr(ways_of_rule("BTD,DF->BTF", rule))(*inputs("BTD,DF->BTF")))
     assert len(re.findall(r"preferred_element_type=int32", program)) == count
 
 
 def test_the_narrower_operand_of_the_kernels_gradient_comes_first():
     def order(equation):
-        program = str(jax.make_jaxpr(lambda: of_rule(equation, INT8)[2])())
+        program = str(jax.make_jaxpr(lambda *arrays: ways_of_rule(equation, INT8)(*arrays)[2])(*inputs(equation)))
         return re.findall(
             r"dot_general\[\s*dimension_numbers=\(\(\[0, 1\], \[0, 1\]\)", program
         ), "transpose" in program

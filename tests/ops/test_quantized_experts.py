@@ -38,22 +38,42 @@ def inputs(case):
     return choices, slots, kernel, gradient * (1 + 50 * (choices.reshape(-1) == 0))[:, None]
 
 
-def one_by_one(rule, choices, slots, kernel, gradient):
-    """Each expert's rows through the rounded product of one matrix."""
+@functools.cache
+def alone(name):
+    """A program: one expert's rows, its matrix and a gradient give the product and both gradients."""
+
+    def run(rows, kernel, gradient):
+        product = functools.partial(quantized_product, "BTD,DF->BTF", rule=RULES[name])
+        y, backward = jax.vjp(product, rows[None], kernel)
+        of_rows, of_kernel = backward(gradient[None])
+        return y[0], of_rows[0], of_kernel
+
+    return jax.jit(run)
+
+
+def one_by_one(name, choices, slots, kernel, gradient):
+    """Each expert's rows through the rounded product of one matrix, as if all others were zeros."""
     y, slots_gradient, kernel_gradient = np.zeros_like(gradient), np.zeros_like(slots), np.zeros_like(kernel)
     for expert in range(kernel.shape[0]):
         mine = choices.reshape(-1) == expert
         if mine.any():
-            product = functools.partial(quantized_product, "BTD,DF->BTF", rule=rule)
-            made, backward = jax.vjp(product, jnp.asarray(slots[None, mine]), jnp.asarray(kernel[expert]))
-            y[mine] = made[0]
-            of_rows, kernel_gradient[expert] = backward(jnp.asarray(gradient[None, mine]))
-            slots_gradient[mine] = of_rows[0]
+            made, of_rows, of_kernel = alone(name)(slots * mine[:, None], kernel[expert], gradient * mine[:, None])
+            y[mine], slots_gradient[mine] = np.asarray(made)[mine], np.asarray(of_rows)[mine]
+            kernel_gradient[expert] = of_kernel
     return y, slots_gradient, kernel_gradient
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", RULES)
+# The rounded types with blocks of one size after the other; how rows fall on blocks is alike for all.
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("int8", case) for case in CASES),
+        ("int4", "decoding"),
+        ("fp8", "some"),
+        ("fp8", "many"),
+        ("forward", "some"),
+    ],
+)
 def test_each_row_has_the_product_of_its_expert(case, name):
     choices, slots, kernel, gradient = inputs(case)
 
@@ -69,7 +89,7 @@ def test_each_row_has_the_product_of_its_expert(case, name):
         y, backward = jax.vjp(product, slots, kernel)
         return y, *backward(gradient)
 
-    expected = one_by_one(RULES[name], choices, slots, kernel, gradient)
+    expected = one_by_one(name, choices, slots, kernel, gradient)
     for found, alone in zip(run(slots, kernel, gradient), expected, strict=True):
         np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-4 * np.abs(alone).max())
 
@@ -80,10 +100,15 @@ def test_buffers_without_groups_are_the_same(name):
     rows, kernel, gradient = (
         random.normal(size=shape).astype(np.float32) for shape in ((3, 9, DIM), (3, DIM, HIDDEN), (3, 9, HIDDEN))
     )
-    y, backward = jax.vjp(lambda *both: quantized_grouped_product(*both, None, WHOLE, RULES[name]), rows, kernel)
+
+    @jax.jit
+    def run(rows, kernel, gradient):
+        y, backward = jax.vjp(lambda *both: quantized_grouped_product(*both, None, WHOLE, RULES[name]), rows, kernel)
+        return y, *backward(gradient)
+
     choices = np.repeat(np.arange(3), 9)[:, None]
-    expected = one_by_one(RULES[name], choices, rows.reshape(-1, DIM), kernel, gradient.reshape(-1, HIDDEN))
-    for found, alone in zip((y, *backward(gradient)), expected, strict=True):
+    expected = one_by_one(name, choices, rows.reshape(-1, DIM), kernel, gradient.reshape(-1, HIDDEN))
+    for found, alone in zip(run(rows, kernel, gradient), expected, strict=True):
         np.testing.assert_allclose(np.asarray(found).reshape(alone.shape), alone, rtol=1e-4, atol=1e-4)
 
 
@@ -93,15 +118,20 @@ def test_both_ways_through_the_rows_give_the_same(qtype, monkeypatch):
     choices, slots, kernel, gradient = inputs("some")
     rule = RULES[qtype]
 
-    def run():
-        places, groups = group_by_expert(jnp.asarray(choices, jnp.int32), kernel.shape[0])
-        rows = to_experts(jnp.asarray(slots), places)
-        y, backward = jax.vjp(lambda *both: quantized_grouped_product(*both, groups, WHOLE, rule), rows, kernel)
-        return from_experts(y, places), *backward(to_experts(jnp.asarray(gradient), places))
+    def traced():
+        def run(slots, kernel, gradient):
+            places, groups = group_by_expert(jnp.asarray(choices, jnp.int32), kernel.shape[0])
+            rows = to_experts(slots, places)
+            y, backward = jax.vjp(lambda *both: quantized_grouped_product(*both, groups, WHOLE, rule), rows, kernel)
+            return from_experts(y, places), *backward(to_experts(gradient, places))
 
-    looped = run()
+        return jax.jit(run).trace(slots, kernel, gradient)
+
+    looped = traced().lower().compile()(slots, kernel, gradient)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
-    for found, expected in zip(run(), looped, strict=True):
+    ragged = traced()
+    assert "ragged_dot" in str(ragged.jaxpr) and "while" not in str(ragged.jaxpr)
+    for found, expected in zip(ragged.lower().compile()(slots, kernel, gradient), looped, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -127,7 +157,7 @@ def test_parts_on_devices_have_the_codes_of_the_whole(is_down):
     size_in, size_out = (HIDDEN, DIM) if is_down else (DIM, HIDDEN)
     rows, kernel = random.normal(size=(4, 12, size_in)), random.normal(size=(3, size_in, size_out))
     gradient = random.normal(size=(4, 12, size_out))
-    arrays = [jnp.asarray(array, jnp.float32) for array in (rows, kernel, gradient)]
+    arrays = [array.astype(np.float32) for array in (rows, kernel, gradient)]
     hidden = ("tensor",)
     gathering = Gathering(("fsdp",), 2 if is_down else 1)
     cuts = Cuts(gathering, hidden if is_down else (), () if is_down else hidden, ("data", "fsdp"))
@@ -149,8 +179,11 @@ def test_parts_on_devices_have_the_codes_of_the_whole(is_down):
         return y.reshape(3, 4, 4, -1).swapaxes(0, 1).reshape(4, 12, -1)
 
     def both(function):
-        y, backward = jax.vjp(function, *arrays[:2])
-        return y, *backward(arrays[2])
+        def run(rows, kernel, gradient):
+            y, backward = jax.vjp(function, rows, kernel)
+            return y, *backward(gradient)
 
-    for found, expected in zip(jax.jit(lambda: both(parts))(), both(whole), strict=True):
+        return jax.jit(run)(*arrays)
+
+    for found, expected in zip(both(parts), both(whole), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)

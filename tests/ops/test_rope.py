@@ -210,8 +210,8 @@ def test_scores_depend_on_relative_positions_only():
 def test_pairs_of_a_proportional_rotation_that_stand_still_are_not_rounded():
     frequencies = inverse_frequencies(16, 10000.0, RopeScaling("proportional", share=0.25))
     assert (frequencies != 0).tolist() == [True, True, *[False] * 6]
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(1, 4, 2, 16)), jnp.bfloat16)
-    turned = apply_rope(x, *rotation(jnp.arange(4, dtype=jnp.int32)[None], frequencies))
+    x = np.random.default_rng(3).normal(size=(1, 4, 2, 16)).astype(jnp.bfloat16)
+    turned = np.asarray(apply_rope(jnp.asarray(x), *rotation(np.arange(4, dtype=np.int32)[None], frequencies)))
     for start in (0, 8):
         assert (turned[..., start + 2 : start + 8] == x[..., start + 2 : start + 8]).all()
     assert (turned[:, 1:, :, [0, 1, 8, 9]] != x[:, 1:, :, [0, 1, 8, 9]]).mean() > 0.9

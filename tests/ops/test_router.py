@@ -1,5 +1,7 @@
 """Routing against loops in numpy, written from each family's own rule; and against transformers itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from maxlite.ops.router import RoutingRule, route, router_stats, updated_bias
 
 TOKENS, EXPERTS = 40, 16
+
+routed = jax.jit(route, static_argnums=0)
 
 
 def softmax(x):
@@ -96,8 +100,8 @@ def test_against_numpy(family):
     # A bias so low that every biased score is negative: experts outside the kept groups stay out all the same.
     biases = (bias, bias - 5.0) if family == "deepseek3" else (None,)
     for bias in biases:
-        given = None if bias is None else jnp.asarray(bias, jnp.float32)
-        weights, experts, _ = jax.jit(route, static_argnums=0)(rule, jnp.asarray(logits, jnp.float32), given)
+        given = None if bias is None else bias.astype(np.float32)
+        weights, experts, _ = jax.tree.map(np.asarray, tuple(routed(rule, logits.astype(np.float32), given)))
         assert (weights.dtype, experts.dtype) == (jnp.float32, jnp.int32)
         for token in range(TOKENS):
             expected_experts, expected_weights = reference(logits[token], bias)
@@ -107,8 +111,8 @@ def test_against_numpy(family):
 
 def test_the_bias_chooses_and_does_not_weigh():
     rule = RoutingRule(2, "sigmoid")
-    logits = jnp.asarray([[3.0, 2.0, 1.0, 0.0]])
-    weights, experts, _ = route(rule, logits, jnp.asarray([0.0, 0.0, 0.0, 9.0]))
+    logits = np.array([[3, 2, 1, 0]], np.float32)
+    weights, experts, _ = routed(rule, logits, np.array([0, 0, 0, 9], np.float32))
     assert experts.tolist() == [[3, 0]]
     np.testing.assert_allclose(weights, [[0.5, sigmoid(3.0)]], rtol=1e-6)
 
@@ -123,7 +127,8 @@ def test_gradient_against_differences(family):
     def total(logits, bias):
         return jnp.sum(route(rule, logits, bias)[0] * cotangent)
 
-    gradient, bias_gradient = jax.grad(total, (0, 1))(jnp.asarray(logits, jnp.float32), jnp.asarray(bias, jnp.float32))
+    given = logits.astype(np.float32), bias.astype(np.float32)
+    gradient, bias_gradient = (np.asarray(array) for array in jax.jit(jax.grad(total, (0, 1)))(*given))
     np.testing.assert_array_equal(bias_gradient, 0)
     for token in range(3):
         chosen = reference(logits[token], bias)[0]
@@ -139,14 +144,19 @@ def test_gradient_against_differences(family):
 
 
 def test_scores_that_are_all_zero_give_zeros():
-    weights, *_ = route(RoutingRule(2, "sigmoid", norm_topk_prob=True), jnp.full((1, 4), -200.0))
+    weights, *_ = routed(RoutingRule(2, "sigmoid", norm_topk_prob=True), np.full((1, 4), -200, np.float32))
     np.testing.assert_array_equal(weights, 0)
 
 
 def test_every_expert_may_be_chosen():
-    weights, experts, _ = route(RoutingRule(EXPERTS, "softmax"), jnp.asarray(random_logits()[0], jnp.float32))
+    weights, experts, _ = routed(RoutingRule(EXPERTS, "softmax"), random_logits()[0].astype(np.float32))
     assert (np.sort(experts, axis=1) == np.arange(EXPERTS)).all()
-    np.testing.assert_allclose(jnp.sum(weights, axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(np.sum(weights, axis=1), 1.0, rtol=1e-5)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def stats_of(rule, logits, real):
+    return router_stats(route(rule, logits), real)
 
 
 def stats_by_loops(logits, rule, real):
@@ -171,27 +181,28 @@ def test_stats_count_real_tokens_row_by_row(score_func):
     logits = random_logits()[0].reshape(4, TOKENS // 4, EXPERTS)
     real = np.ones(logits.shape[:2], bool)
     real[1, 6:] = real[2] = real[3, :2] = False
-    stats = router_stats(route(rule, jnp.asarray(logits, jnp.float32)), jnp.asarray(real))
+    stats = stats_of(rule, logits.astype(np.float32), real)
     load, balance = stats_by_loops(logits, rule, real)
     np.testing.assert_array_equal(stats.load, load)
     np.testing.assert_allclose(stats.balance, balance, rtol=1e-6)
 
 
 def test_balance_is_the_number_of_choices_when_even_and_grows_when_uneven():
-    even = jnp.log(jnp.eye(4) * 9 + 1)[None]
-    uneven = jnp.broadcast_to(even[:, :1], even.shape)
-    rule, real = RoutingRule(1, "softmax"), jnp.ones((1, 4), bool)
-    np.testing.assert_allclose(router_stats(route(rule, even), real).balance, 4 * 1.0, rtol=1e-6)
-    np.testing.assert_allclose(router_stats(route(rule, uneven), real).balance, 4 * 4 * 10 / 13, rtol=1e-6)
+    even = np.log(np.eye(4, dtype=np.float32) * 9 + 1)[None]
+    uneven = np.broadcast_to(even[:, :1], even.shape)
+    rule, real = RoutingRule(1, "softmax"), np.ones((1, 4), bool)
+    np.testing.assert_allclose(stats_of(rule, even, real).balance, 4 * 1.0, rtol=1e-6)
+    np.testing.assert_allclose(stats_of(rule, uneven, real).balance, 4 * 4 * 10 / 13, rtol=1e-6)
 
 
 def test_balance_pulls_down_the_scores_of_crowded_experts():
-    logits = jnp.zeros((1, 6, 4)).at[:, :, 2].set(1.0)
+    logits = np.zeros((1, 6, 4), np.float32)
+    logits[:, :, 2] = 1.0
 
     def balance(logits):
-        return router_stats(route(RoutingRule(1, "softmax"), logits), jnp.ones((1, 6), bool)).balance
+        return stats_of(RoutingRule(1, "softmax"), logits, np.ones((1, 6), bool)).balance
 
-    gradient = jax.grad(balance)(logits)
+    gradient = np.asarray(jax.jit(jax.grad(balance))(logits))
     assert (gradient[..., 2] > 0).all() and (gradient[..., (0, 1, 3)] < 0).all()
 
 

@@ -32,9 +32,9 @@ class Inputs(NamedTuple):
 def inputs(length: int, sinks: bool = False, dtype: jnp.dtype = jnp.float32) -> Inputs:
     generator = np.random.default_rng(length)
     shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
-    arrays = [jnp.asarray(generator.normal(size=(BATCH, length, *shape)), dtype) for shape in shapes]
+    arrays = [generator.normal(size=(BATCH, length, *shape)).astype(dtype) for shape in shapes]
     # The last sink is far above every score.
-    return Inputs(*arrays, jnp.asarray([0.7, -1.3, 2.0, 20.0]) if sinks else None)
+    return Inputs(*arrays, np.array([0.7, -1.3, 2.0, 20.0], np.float32) if sinks else None)
 
 
 def tokens(length: int, segments: bool) -> Tokens:
@@ -44,8 +44,8 @@ def tokens(length: int, segments: bool) -> Tokens:
         cut, end = length // 3, length - length // 4
         positions[0, cut:] -= cut
         segment_ids[0, cut:], segment_ids[0, end:] = 2, 0
-    ids = jnp.asarray(segment_ids, jnp.int32) if segments else None
-    return Tokens(jnp.arange(length), jnp.asarray(positions, jnp.int32), ids)
+    ids = segment_ids.astype(np.int32) if segments else None
+    return Tokens(np.arange(length, dtype=np.int32), positions.astype(np.int32), ids)
 
 
 def naive_attention(options: AttentionOptions, given: Inputs, of: Tokens) -> jax.Array:
@@ -56,7 +56,7 @@ def naive_attention(options: AttentionOptions, given: Inputs, of: Tokens) -> jax
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     positions = of.positions
-    seen = (of.order[:, None] >= of.order)[None]
+    seen = np.tile(of.order[:, None] >= of.order, (BATCH, 1, 1))
     if options.window is not None:
         seen &= of.order[:, None] - of.order < options.window
     if options.chunk is not None:
@@ -74,7 +74,7 @@ def value_and_gradients(function, given: Inputs) -> tuple[jax.Array, Inputs]:
 
     def weighted(given):
         out = function(given)
-        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        weights = np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)
         return jnp.sum(out.astype(jnp.float32) * weights), out
 
     gradients, out = jax.jit(jax.grad(weighted, has_aux=True))(given)
@@ -137,7 +137,7 @@ def test_every_shard_of_the_queries_has_its_part(options, balanced):
                 options,
                 given.query[:, rows],
                 *given[1:3],
-                Tokens(None, of.positions[:, rows], of.segment_ids[:, rows]),
+                Tokens(None, *(jnp.asarray(array)[:, rows] for array in of[1:])),
                 of,
                 None,
                 shard=QueryShard(orders, index),

@@ -26,10 +26,15 @@ def case(name, qtype, tile, dtype=jnp.float32):
     generator = np.random.default_rng(0)
     # The first expert and the last but one get none.
     choices = np.stack([generator.permutation([1, 2, 3, 5])[:k] for _ in range(tokens)])
-    slots = jnp.asarray(generator.normal(size=(tokens * k, DIM)), dtype)
-    kernel = jnp.asarray(generator.normal(size=(EXPERTS, DIM, HIDDEN)), jnp.float32)
+    slots = generator.normal(size=(tokens * k, DIM)).astype(dtype)
+    kernel = generator.normal(size=(EXPERTS, DIM, HIDDEN)).astype(np.float32)
+    return choices.astype(np.int32), slots, *stored_and_floats(kernel, qtype, tile, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def stored_and_floats(kernel, qtype, tile, dtype=jnp.float32):
     stored = StoredExperts(*quantize_kernel(kernel, (1,), qtype, tile))
-    return jnp.asarray(choices, jnp.int32), slots, stored, dequantize_kernel(*stored, (1,), qtype, dtype)
+    return stored, dequantize_kernel(*stored, (1,), qtype, jnp.dtype(dtype))
 
 
 def run(multiply, choices, slots):
@@ -37,56 +42,80 @@ def run(multiply, choices, slots):
     return from_experts(multiply(to_experts(slots, places), groups), places)
 
 
-@pytest.mark.parametrize(("qtype", "tile"), [("int8", None), ("int4", 4), ("nf4", 4), ("fp8", None)])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "qtype", "tile"),
+    [
+        *((name, "int4", 4) for name in SIZES),
+        ("decoding", "int8", None),
+        ("many", "int8", None),
+        ("many", "nf4", 4),
+        ("a few rows each", "fp8", None),
+    ],
+)
 def test_rows_and_their_gradients_against_numpy(name, qtype, tile):
     choices, slots, stored, floats = case(name, qtype, tile)
-
-    def product(slots, way):
-        return run(lambda rows, groups: way(rows, stored, groups), choices, slots)
-
-    def total(slots, way):
-        return jnp.sum(jnp.sin(product(slots, way)))
-
-    experts, kernel = np.asarray(choices).reshape(-1), np.asarray(floats)
-    expected = np.stack([row @ kernel[expert] for row, expert in zip(np.asarray(slots), experts, strict=True)])
-    gradient = np.stack([kernel[expert] @ np.cos(row) for row, expert in zip(expected, experts, strict=True)])
 
     def public(rows, stored, groups):
         return grouped_stored_product(rows, stored, groups, qtype, WHOLE)
 
-    np.testing.assert_allclose(product(slots, public), expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(jax.grad(total)(slots, public), gradient, rtol=1e-5, atol=1e-5)
     # What other platforms run.
     other = functools.partial(ops._whole_product, qtype)
-    np.testing.assert_allclose(product(slots, other), expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(jax.grad(total)(slots, other), gradient, rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def product_and_gradient(slots, stored):
+        def total(slots, way):
+            y = run(lambda rows, groups: way(rows, stored, groups), choices, slots)
+            return jnp.sum(jnp.sin(y)), y
+
+        return [jax.grad(total, has_aux=True)(slots, way) for way in (public, other)]
+
+    experts, kernel = choices.reshape(-1), np.asarray(floats)
+    expected = np.stack([row @ kernel[expert] for row, expert in zip(slots, experts, strict=True)])
+    expected_gradient = np.stack([kernel[expert] @ np.cos(row) for row, expert in zip(expected, experts, strict=True)])
+    for gradient, product in product_and_gradient(slots, stored):
+        np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_the_transposed_product_of_other_platforms():
     choices, slots, stored, floats = case("many", "int4", 4)
-    places, groups = group_by_expert(choices, EXPERTS)
-    rows = jnp.ones((len(places.order), HIDDEN)) * (places.order < choices.size)[:, None]
-    found = from_experts(ops._whole_product("int4", rows, stored, groups, transposed=True), places)
+
+    @jax.jit
+    def product(stored):
+        places, groups = group_by_expert(choices, EXPERTS)
+        rows = jnp.ones((len(places.order), HIDDEN)) * (places.order < choices.size)[:, None]
+        return from_experts(ops._whole_product("int4", rows, stored, groups, transposed=True), places)
+
+    found = product(stored)
     np.testing.assert_allclose(found, np.asarray(floats).sum(2)[np.asarray(choices).reshape(-1)], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile", (None, 4))
 def test_as_many_rows_for_each_expert(tile):
     _, _, stored, floats = case("many", "nf4", tile)
-    rows = jnp.asarray(np.random.default_rng(1).normal(size=(EXPERTS, 3, DIM)), jnp.float32)
-    found, back = jax.vjp(lambda rows: grouped_stored_product(rows, stored, None, "nf4", WHOLE), rows)
+    rows = np.random.default_rng(1).normal(size=(EXPERTS, 3, DIM)).astype(np.float32)
+
+    @jax.jit
+    def product_and_back(rows, stored):
+        found, back = jax.vjp(lambda rows: grouped_stored_product(rows, stored, None, "nf4", WHOLE), rows)
+        return found, *back(found)
+
+    found, back = product_and_back(rows, stored)
     np.testing.assert_allclose(found, np.einsum("ERD,EDF->ERF", rows, floats), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(back(found)[0], np.einsum("ERF,EDF->ERD", found, floats), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(back, np.einsum("ERF,EDF->ERD", found, floats), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_rows_give_bfloat16():
     choices, slots, stored, floats = case("a few rows each", "int8", None, jnp.bfloat16)
-    found = run(lambda rows, groups: grouped_stored_product(rows, stored, groups, "int8", WHOLE), choices, slots)
+
+    def multiply(rows, groups):
+        return grouped_stored_product(rows, stored, groups, "int8", WHOLE)
+
+    found = jax.jit(lambda slots: run(multiply, choices, slots))(slots)
     assert found.dtype == jnp.bfloat16
     chosen = np.asarray(floats, np.float32)[np.asarray(choices).reshape(-1)]
     expected = np.einsum("MD,MDF->MF", np.asarray(slots, np.float32), chosen)
-    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.05)
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize(("dimension", "tile"), [(1, None), (1, 4), (2, None), (2, 4)])
@@ -94,13 +123,13 @@ def test_a_kernel_cut_over_devices_is_made_whole(dimension, tile):
     choices, slots, stored, floats = case("many", "int4", tile)
     if dimension == 2:
         kernel = np.tile(np.asarray(floats), (1, 1, 4))
-        stored = StoredExperts(*quantize_kernel(jnp.asarray(kernel), (1,), "int4", tile))
+        stored, _ = stored_and_floats(kernel, "int4", tile)
     mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",), axis_types=(AxisType.Auto,))
     cut = Gathering(("fsdp",), dimension)
     # Tiles are whole on every device; what is beside them is cut as the codes are.
     gatherings = (cut, cut if dimension == 2 else NOT_CUT)
     spec = P(*[None] * dimension, "fsdp")
-    places, groups = group_by_expert(choices, EXPERTS)
+    places, groups = jax.jit(group_by_expert, static_argnums=1)(choices, EXPERTS)
 
     def total(rows, stored, gatherings):
         return jnp.sum(jnp.sin(grouped_stored_product(rows, stored, groups, "int4", gatherings)), 0)
@@ -110,8 +139,8 @@ def test_a_kernel_cut_over_devices_is_made_whole(dimension, tile):
 
     specs = (P(), StoredExperts(spec, spec if dimension == 2 else P()))
     mapped = jax.shard_map(on_devices, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    rows = to_experts(slots, places)
+    rows = jax.jit(to_experts)(slots, places)
     found = jax.jit(mapped)(rows, stored)
-    expected = jax.value_and_grad(lambda rows: jnp.sum(total(rows, stored, WHOLE)))(rows)
+    expected = jax.jit(jax.value_and_grad(lambda rows: jnp.sum(total(rows, stored, WHOLE))))(rows)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -10,11 +10,10 @@ import pytest
 from maxlite.config.load import load_config
 from maxlite.model.build import build_model
 from maxlite.nn.equipment import StoredForm
-from maxlite.ops.stored import dequantize_kernel, quantize_kernel
 from maxlite.quantize.awq import apply_factors, find_folds, fold_input_scales, search_factors
 from maxlite.quantize.calibrate import Inputs
 from maxlite.quantize.tree import at_path, has_path, with_path
-from tests.quantize.two_models import batch_of, noisy, rounded_params, two_models
+from tests.quantize.two_models import batch_of, float_kernel, noisy, round_kernel, rounded_params, two_models
 
 QWEN3_NEXT = {
     "attention_norm -> query key value gate beta step",
@@ -46,15 +45,22 @@ def test_folding_changes_no_function(name):
     config = load_config("base.yml", keys, {})
     stored = load_config("base.yml", [*keys, "weight_quantization=int4"], {})
     model, stored_model = build_model(config.model, config.compute), build_model(stored.model, stored.compute)
-    before = after = noisy(model)
+    before, folds = noisy(model), []
     random, described = np.random.default_rng(0), set()
     for fold in find_folds(before, stored_model):
         repeats, *_ = kernel_shape = at_path(before, fold.consumers[0])["kernel"].shape
-        factors = jnp.asarray(np.exp(random.normal(size=(repeats, kernel_shape[1]))), jnp.float32)
-        after = apply_factors(after, fold, factors, config.model.norm_scale_offset)
+        folds.append((fold, np.exp(random.normal(size=(repeats, kernel_shape[1]))).astype(np.float32)))
         consumers = " ".join(path.split("/")[-1] for path in fold.consumers)
         described.add(f"{fold.source.split('/', 3)[3]} -> {consumers}")
     assert described == FOLDS[name]
+
+    @jax.jit
+    def folded(params, factors):
+        for (fold, _), own in zip(folds, factors, strict=True):
+            params = apply_factors(params, fold, own, config.model.norm_scale_offset)
+        return params
+
+    after = folded(before, [factors for _, factors in folds])
     tokens = random.integers(0, config.model.vocab_size, (1, 16))
     run = jax.jit(lambda params: model.apply(params, tokens, np.arange(16)[None]).hidden)
     np.testing.assert_allclose(run(after), run(before), rtol=2e-3, atol=2e-3)
@@ -92,8 +98,8 @@ def test_the_factors_found_lose_less_than_none():
         assert factors[5] > factors[6]
 
         def lost(factors, form=form):
-            codes, scale = quantize_kernel(jnp.asarray(matrix * factors), (0,), form.qtype, form.tile_size)
-            rounded = np.asarray(dequantize_kernel(codes, scale, (0,), form.qtype, jnp.dtype("float32"))) / factors
+            codes, scale = round_kernel(np.float32(matrix * factors), (0,), form.qtype, form.tile_size)
+            rounded = np.asarray(float_kernel(codes, scale, (0,), form.qtype, jnp.dtype("float32"))) / factors
             return np.linalg.norm(x @ (rounded - matrix))
 
         assert lost(factors) < most * lost(np.ones((64, 1)))

@@ -38,8 +38,9 @@ def test_the_sums_are_those_of_what_each_layer_multiplies():
     norm = {"scale": at_path(params, f"{BLOCK}/attention_norm/scale")[1]}
     expected = np.zeros((64, 64)), np.zeros(64)
     one_layer = params | {"group_0": first, "final_norm": norm}
+    run = jax.jit(lambda params, *tokens: shallow.apply(params, *tokens).hidden)
     for batch in batches:
-        hidden = shallow.apply(one_layer, batch.inputs, batch.positions, batch.segment_ids).hidden
+        hidden = run(one_layer, batch.inputs, batch.positions, batch.segment_ids)
         expected = tuple(old + new for old, new in zip(expected, sums_of(hidden, batch), strict=True))
     out, query = products_named(setup.model, "query", "out")
     found = dict(observed_inputs(setup.model, params, [Place(query, 1), Place(out, 0)], batches))

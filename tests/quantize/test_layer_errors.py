@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from maxlite.nn.observe import observing
-from maxlite.ops.stored import dequantize_kernel
 from maxlite.quantize.layer_errors import build_output_step, kernel_squares, layer_errors
 from maxlite.quantize.measure import on_host
-from tests.quantize.two_models import batch_of, node_of, two_models
+from tests.quantize.two_models import batch_of, float_kernel, node_of, two_models
 
 INT4 = ("weight_quantization=int4", "weight_quant_tile_size=16")
 EXPERTS = ("mlp_pattern=[moe]", "num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=32")
+
+ONE = "num_decoder_layers=1"
 
 
 def squares(setup, whole, stored, batches):
@@ -26,7 +27,7 @@ def kernels_of(product, repeat, whole, stored) -> tuple[np.ndarray, np.ndarray]:
     """The kernel of one layer and what became of it, float64."""
     node = node_of(stored.params, product.params_path)
     form, dims = product.equipment.stored, product.summed_dims
-    made = dequantize_kernel(node["codes"][repeat], node["scale"][repeat], dims, form.qtype, jnp.dtype("float32"))
+    made = float_kernel(node["codes"][repeat], node["scale"][repeat], dims, form.qtype, jnp.dtype("float32"))
     kernel = node_of(whole.params, product.params_path)["kernel"][repeat]
     return np.asarray(kernel, np.float64), np.asarray(made, np.float64)
 
@@ -65,13 +66,17 @@ def reference(whole, stored, batch) -> dict[tuple[str, int], float]:
     return errors
 
 
-@pytest.mark.parametrize("keys", [(), EXPERTS, (*EXPERTS, "capacity_factor=2.0")], ids=("dense", "experts", "capacity"))
-def test_each_product_of_each_layer_has_the_error_that_numpy_finds(keys):
-    _, setup, whole, stored = two_models(*INT4, *keys)
+@pytest.mark.parametrize(
+    ("layers", "keys"),
+    [(2, ()), (1, EXPERTS), (1, (*EXPERTS, "capacity_factor=2.0"))],
+    ids=("dense", "experts", "capacity"),
+)
+def test_each_product_of_each_layer_has_the_error_that_numpy_finds(layers, keys):
+    _, setup, whole, stored = two_models(*INT4, *keys, f"num_decoder_layers={layers}")
     batch = batch_of(0)
     errors = layer_errors(stored.model, *squares(setup, whole, stored, [batch]))
     expected = reference(whole, stored, batch)
-    assert len(errors) == len(expected) == 14
+    assert len(errors) == len(expected) == 7 * layers
     products = {product.path: product for product in stored.model.products}
     for error in errors:
         assert error.output == pytest.approx(expected[error.path, error.layer], rel=1e-4), error
@@ -111,10 +116,10 @@ def test_without_text_kernels_alone_have_errors():
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        pytest.param(EXPERTS, ("ici_expert_parallelism=4", "ici_fsdp_parallelism=2"), id="experts"),
-        pytest.param((), ("ici_context_parallelism=4", "ici_fsdp_parallelism=2"), id="context"),
+        pytest.param((*EXPERTS, ONE), ("ici_expert_parallelism=4", "ici_fsdp_parallelism=2"), id="experts"),
+        pytest.param((ONE,), ("ici_context_parallelism=4", "ici_fsdp_parallelism=2"), id="context"),
         pytest.param(
-            EXPERTS, ("ici_tensor_parallelism=4", "ici_data_parallelism=2"), marks=pytest.mark.slow, id="tensor"
+            (*EXPERTS, ONE), ("ici_tensor_parallelism=4", "ici_data_parallelism=2"), marks=pytest.mark.slow, id="tensor"
         ),
         pytest.param((), ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=4"), marks=pytest.mark.slow, id="stages"),
     ],

@@ -1,21 +1,21 @@
 """Perplexity and divergence of two models, against numpy on their whole logits and against the eval command's loss."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxlite.parallel.sharding import use_mesh
 from maxlite.quantize.measure import TextSums, build_text_step, on_host, text_report
 from maxlite.train.evaluate import evaluate
-from tests.quantize.two_models import batch_of, setup_of
+from tests.quantize.two_models import batch_of, noisy, setup_of
+
+SIZES = ("num_query_heads=4", "num_kv_heads=4")
 
 
 def two_params(model, noise: float = 0.02):
     """Parameters, and the same with noise in every matrix."""
-    whole = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 2 else leaf, model.init(jax.random.key(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    return whole, jax.tree.map(lambda leaf: leaf + noise * jax.random.normal(next(keys), leaf.shape), whole)
+    whole, random = jax.tree.map(np.asarray, noisy(model)), np.random.default_rng(1)
+    return whole, jax.tree.map(lambda leaf: leaf + np.float32(noise * random.normal(size=leaf.shape)), whole)
 
 
 def measure(config, setup, params, batches) -> TextSums:
@@ -30,11 +30,15 @@ def measure(config, setup, params, batches) -> TextSums:
 def reference(model, params, batches) -> np.ndarray:
     """Both losses, the divergence and the agreement by numpy, in float64."""
     totals = np.zeros(4)
+
+    @jax.jit
+    def whole_logits(params, *tokens):
+        return model.logits(params, model.apply(params, *tokens).hidden)
+
     for batch in batches:
         logs = []
         for own in params:
-            hidden = model.apply(own, jnp.asarray(batch.inputs), batch.positions, jnp.asarray(batch.segment_ids)).hidden
-            logits = np.asarray(model.logits(own, hidden), np.float64)
+            logits = np.asarray(whole_logits(own, batch.inputs, batch.positions, batch.segment_ids), np.float64)
             logs.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
         counted = batch.loss_mask > 0
         losses = [-np.take_along_axis(log, batch.targets[..., None], -1)[..., 0][counted].sum() for log in logs]
@@ -69,6 +73,14 @@ def test_a_model_beside_itself_has_divergence_zero_and_the_perplexity_of_the_eva
     assert found.targets == tags["eval/total_weights"]
 
 
+@pytest.fixture(scope="module")
+def of_one_device():
+    """Parameters of two models, batches, and what one device measures."""
+    config, setup = setup_of(*SIZES)
+    params, batches = two_params(setup.model), [batch_of(4)]
+    return params, batches, measure(config, setup, params, batches)
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -78,10 +90,7 @@ def test_a_model_beside_itself_has_divergence_zero_and_the_perplexity_of_the_eva
     ],
     ids=("tensor, in two parts", "context", "stages"),
 )
-def test_eight_devices_measure_what_one_does(keys):
-    sizes = ("num_query_heads=4", "num_kv_heads=4")
-    config, setup = setup_of(*sizes)
-    params, batches = two_params(setup.model), [batch_of(4)]
-    alone = measure(config, setup, params, batches)
-    many = measure(*setup_of(*sizes, *keys, devices=8), params, batches)
+def test_eight_devices_measure_what_one_does(of_one_device, keys):
+    params, batches, alone = of_one_device
+    many = measure(*setup_of(*SIZES, *keys, devices=8), params, batches)
     np.testing.assert_allclose(many, alone, rtol=1e-5)

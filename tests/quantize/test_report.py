@@ -11,14 +11,14 @@ import pytest
 from PIL import Image
 
 from maxlite.launcher.resolve import from_run, resolve_config
-from maxlite.ops.stored import dequantize_kernel
 from maxlite.quantize.report import build_report, report_json, report_text, write_report
 from maxlite.quantize.run import run_quantize
 from maxlite.train.evaluation_run import run_evaluation
-from tests.quantize.two_models import batch_of, node_of, two_models
+from tests.quantize.two_models import batch_of, float_kernel, node_of, two_models
 from tests.reference import STORIES
 
 INT4 = ("weight_quantization=int4", "weight_quant_tile_size=32")
+INT8 = ("weight_quantization=int8", "num_decoder_layers=1")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_without_matplotlib_a_line_says_how_to_get_it(made, tmp_path, monkeypatc
 
 
 def test_without_held_out_text_it_says_so_and_ranks_kernels():
-    config, setup, whole, stored = two_models("weight_quantization=int8")
+    config, setup, whole, stored = two_models(*INT8)
     nothing = batch_of(0)._replace(loss_mask=np.zeros_like(batch_of(0).loss_mask))
     for batches in (None, [], [nothing]):
         report = build_report(config, setup, whole, stored, batches)
@@ -111,7 +111,7 @@ def test_without_held_out_text_it_says_so_and_ranks_kernels():
 
 def test_a_model_of_equal_function_costs_nothing():
     """Kernels whose elements are levels already."""
-    config, setup, whole, stored = two_models("weight_quantization=int8")
+    config, setup, whole, stored = two_models(*INT8)
     exact = exact_side(whole, stored)
     report = build_report(config, setup, exact, stored, [batch_of(0)])
     assert report.text is not None
@@ -144,6 +144,6 @@ def exact_side(whole, stored):
     params = jax.tree.map(lambda leaf: leaf, whole.params)
     for product in stored.model.products:
         node, own = node_of(stored.params, product.params_path), node_of(params, product.params_path)
-        dims = [dim + 1 for dim in product.summed_dims]
-        own["kernel"] = dequantize_kernel(node["codes"], node["scale"], dims, "int8", jnp.dtype("float32"))
+        dims = tuple(dim + 1 for dim in product.summed_dims)
+        own["kernel"] = float_kernel(node["codes"], node["scale"], dims, "int8", jnp.dtype("float32"))
     return whole._replace(params=params)

@@ -1,5 +1,6 @@
 """A float model and what rounding its kernels makes of it, without the command."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,14 +9,18 @@ import numpy as np
 from maxlite.config.schema import Config
 from maxlite.data.batch import Batch
 from maxlite.model.build import Model, Params, build_model
-from maxlite.ops.stored import quantize_kernel
+from maxlite.ops.stored import dequantize_kernel, quantize_kernel
 from maxlite.quantize.measure import Side
 from maxlite.train.eval_setup import EvalSetup, build_eval_setup
 from tests.conftest import load_tiny
 
 ROWS, LENGTH, VOCAB = 8, 24, 72
+# Compiled once for each shape of a kernel.
+round_kernel = jax.jit(quantize_kernel, static_argnums=(1, 2, 3))
+float_kernel = jax.jit(dequantize_kernel, static_argnums=(2, 3, 4))
 
 
+@functools.cache
 def two_models(*keys: str, devices: int = 1) -> tuple[Config, EvalSetup, Side, Side]:
     """keys: of both, and the weight_quant keys of the rounded one. Returns the config of the float one, and both."""
     config, setup = setup_of(*(key for key in keys if not key.startswith("weight_quant")), devices=devices)
@@ -41,8 +46,8 @@ def rounded_params(params: Params, stored: Model) -> Params:
         form = product.equipment.stored
         if form is not None:
             node = node_of(params, product.params_path)
-            dims = [dim + 1 for dim in product.summed_dims]
-            node["codes"], node["scale"] = quantize_kernel(node.pop("kernel"), dims, form.qtype, form.tile_size)
+            dims = tuple(dim + 1 for dim in product.summed_dims)
+            node["codes"], node["scale"] = round_kernel(node.pop("kernel"), dims, form.qtype, form.tile_size)
     return params
 
 

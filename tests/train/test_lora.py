@@ -14,11 +14,14 @@ from maxlite.model.build import build_model
 from maxlite.nn.lora import with_adapter
 from maxlite.parallel.sharding import use_mesh
 from maxlite.train.report import start_lines
+from maxlite.train.run import run_train
 from maxlite.train.setup import build_setup
 from maxlite.train.state import device_bytes, host_bytes, init_state
 from maxlite.train.step import Scales, build_loss
 from maxlite.train.trained import active_adapters
-from tests.train.test_mesh_equality import COMMON, MODELS, degrees, packed_batch, run
+from tests.conftest import load_tiny
+from tests.train.conftest import config_in
+from tests.train.test_mesh_equality import COMMON, MODELS, PLAIN, degrees, packed_batch, run
 
 LORA = ("lora_rank=4", "lora_alpha=8")
 QUICK = ("cpu_devices=1", "eval_interval=0", "log_period=100", "learning_rate=0.01")
@@ -31,7 +34,11 @@ DELTA = (
 
 def of_model(name: str) -> tuple[str, ...]:
     """The keys of a model whose routers stay as they are."""
-    return tuple(text for text in {**MODELS, "delta": DELTA}[name] if not text.startswith("routed_bias_update_rate"))
+    return tuple(
+        text
+        for text in {**MODELS, "delta": DELTA, "plain": PLAIN}[name]
+        if not text.startswith("routed_bias_update_rate")
+    )
 
 
 def is_adapter(path: str) -> bool:
@@ -61,7 +68,7 @@ def merged_tree(model, params: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mla", "moe", "delta"))]
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "mla", "moe", "delta"))]
 )
 def test_loss_and_gradients_are_those_of_the_merged_kernels(name, tiny_config):
     sizes = [text for text in COMMON if text.startswith(("emb", "mlp", "num", "head"))]
@@ -69,7 +76,7 @@ def test_loss_and_gradients_are_those_of_the_merged_kernels(name, tiny_config):
     keys = (*(text for text in sizes if text.partition("=")[0] not in given), *of_model(name), "z_loss_multiplier=0")
     adapted, plain = (tiny_config(*keys, *more) for more in (LORA, ()))
     model, base = (build_model(config.model, config.compute) for config in (adapted, plain))
-    params, batch = noisy(model.init(jax.random.key(0))), packed_batch(0)
+    params, batch = noisy(jax.jit(model.init)(jax.random.key(0))), packed_batch(0)
     scales = Scales(np.float32(1e-2), np.float32(0))
 
     def total(params):
@@ -90,15 +97,20 @@ def test_loss_and_gradients_are_those_of_the_merged_kernels(name, tiny_config):
 
 def test_adapters_begin_beside_the_same_weights(tiny_config):
     plain, adapted = (build_model((config := tiny_config(*more)).model, config.compute) for more in ((), LORA))
-    before, after = (leaf_paths(model.init(jax.random.key(0))) for model in (plain, adapted))
+    before, after = (leaf_paths(jax.jit(model.init)(jax.random.key(0))) for model in (plain, adapted))
     for path, value in before.items():
         np.testing.assert_array_equal(value, after[path])
     assert all(is_adapter(path) for path in after.keys() - before.keys())
 
 
-def test_adapters_move_and_all_else_stays_bit_for_bit(train, logged):
-    result = train(*QUICK, *LORA, "steps=8")
-    setup = result.setup
+@pytest.fixture(scope="module")
+def adapted_run(tmp_path_factory):
+    """Eight steps of adapters."""
+    return run_train(config_in(tmp_path_factory.mktemp("runs"), *QUICK, *LORA, "steps=8", "run_name=whole"))
+
+
+def test_adapters_move_and_all_else_stays_bit_for_bit(adapted_run, logged):
+    result, setup = adapted_run, adapted_run.setup
     with use_mesh(setup.mesh, setup.rules, execution=setup.execution):
         before = leaf_paths(
             jax.jit(lambda key: init_state(setup.model, setup.optimizer, key))(jax.random.key(0)).params
@@ -111,20 +123,20 @@ def test_adapters_move_and_all_else_stays_bit_for_bit(train, logged):
     assert norms[7] == pytest.approx(np.sqrt(sum(np.sum(np.square(value)) for value in adapters)), rel=1e-5)
 
 
-def test_only_the_products_named_get_one(train):
-    result = train(*QUICK, *LORA, "steps=1", "lora_module_path=.*/attention/(query|value)")
-    paths = {path.rpartition("/")[0] for path in leaf_paths(result.params) if is_adapter(path)}
+def test_only_the_products_named_get_one(tiny_config):
+    setup = build_setup(tiny_config(*QUICK, *LORA, *PLAIN, "lora_module_path=.*/attention/(query|value)"))
+    with use_mesh(setup.mesh, setup.rules, execution=setup.execution):
+        after, _ = jax.eval_shape(setup.train_step, setup.abstract, setup.abstract_batch)
+    paths = {path.rpartition("/")[0] for path in leaf_paths(after.params) if is_adapter(path)}
     assert paths == {f"group_0/layers/block_0/attention/{name}" for name in ("query", "value")}
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(train, logged):
-    keys = (*QUICK, *LORA, "checkpoint_period=2", "max_num_checkpoints_to_keep=9")
-    whole = train(*keys, "steps=4", "run_name=whole")
-    train(*keys, "steps=2", "learning_rate_schedule_steps=4", "run_name=parts")
-    parts = train(*keys, "steps=4", "run_name=parts")
-    for left, right in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params), strict=True):
+def test_a_resumed_run_equals_the_uninterrupted_one(adapted_run, train, logged):
+    train(*QUICK, *LORA, "steps=5", "run_name=parts")
+    parts = train(*QUICK, *LORA, "steps=8", "run_name=parts")
+    for left, right in zip(jax.tree.leaves(adapted_run.params), jax.tree.leaves(parts.params), strict=True):
         np.testing.assert_array_equal(left, right)
-    assert logged(whole)[3] == logged(parts)[3]
+    assert logged(adapted_run)[7] == logged(parts)[7]
 
 
 def test_moments_and_gradients_are_of_adapters_alone(tiny_config):
@@ -154,16 +166,20 @@ def test_moments_and_gradients_are_of_adapters_alone(tiny_config):
     assert host_bytes(away.abstract.opt_state) >= 2 * 4 * adapters > 100 * device_bytes(away.abstract.opt_state)
 
 
-def test_the_compiled_step_holds_no_gradient_of_what_stays_and_copies_none_of_it(tiny_config):
-    sizes = ("emb_dim=128", "mlp_dim=512", "num_decoder_layers=4", "cpu_devices=1")
-    memory = []
-    for more in ((), LORA):
-        config = tiny_config(*sizes, *more)
-        setup = build_setup(config)
-        with use_mesh(setup.mesh, setup.rules, execution=setup.execution):
-            compiled = setup.train_step.lower(setup.abstract, setup.abstract_batch).compile()
-        memory.append((setup, compiled.memory_analysis(), compiled.cost_analysis()["flops"]))
-    (plain, all_train, all_flops), (adapted, few_train, few_flops) = memory
+@functools.cache
+def compiled_step(*more: str) -> tuple:
+    """The setup of a model whose weights outweigh all else, and the memory and the FLOPs of its step."""
+    setup = build_setup(
+        load_tiny("emb_dim=128", "mlp_dim=512", "num_decoder_layers=4", "cpu_devices=1", "attention=dot_product", *more)
+    )
+    with use_mesh(setup.mesh, setup.rules, execution=setup.execution):
+        compiled = setup.train_step.lower(setup.abstract, setup.abstract_batch).compile()
+    return setup, compiled.memory_analysis(), compiled.cost_analysis()["flops"]
+
+
+def test_the_compiled_step_holds_no_gradient_of_what_stays_and_copies_none_of_it():
+    plain, all_train, all_flops = compiled_step()
+    adapted, few_train, few_flops = compiled_step(*LORA)
     weights = device_bytes(plain.abstract.params)
     assert all_train.temp_size_in_bytes > weights
     assert few_train.temp_size_in_bytes < weights / 2
@@ -177,7 +193,7 @@ def test_the_compiled_step_holds_no_gradient_of_what_stays_and_copies_none_of_it
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("dense", "ici_fsdp=4 ici_tensor=2"),
+        ("plain", "ici_fsdp=4 ici_tensor=2"),
         pytest.param("dense", "ici_data=8 shard_optimizer_over_data=true", marks=pytest.mark.slow),
         pytest.param("dense", "ici_fsdp=8 optimizer_memory_host_offload=true", marks=pytest.mark.slow),
         pytest.param("dense", "ici_data=2 ici_fsdp=2 gradient_accumulation_steps=4", marks=pytest.mark.slow),
@@ -196,7 +212,8 @@ def test_training_is_that_of_one_device(name, mesh):
     keys = (*of_model(name), "lora_rank=4", "lora_alpha=16", *stored)
     expected_losses, _, expected_params, _ = run((*keys, "cpu_devices=1"))
     losses, _, params, _ = run((*keys, *degrees(" ".join(text for text in mesh.split() if text not in stored))))
-    assert losses[-1] < losses[0] - 1e-3
+    # Far more than the tolerance below.
+    assert all(np.abs(value).max() > 1e-3 for path, value in leaf_paths(params).items() if path.endswith("lora_b"))
     if name == "mla":
         # After some steps a last bit sends a token of nearly equal scores to another expert.
         np.testing.assert_allclose(losses[:6], expected_losses[:6], atol=1e-5)
@@ -207,16 +224,10 @@ def test_training_is_that_of_one_device(name, mesh):
 
 
 @pytest.mark.parametrize("qtype", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_stored_base_takes_the_bytes_of_its_codes_and_no_more_in_the_step(qtype, tiny_config):
+def test_a_stored_base_takes_the_bytes_of_its_codes_and_no_more_in_the_step(qtype):
     """QLoRA (arXiv:2305.14314): what a step holds beside its state is what it holds with a float base."""
-    keys = ("cpu_devices=1", "emb_dim=128", "mlp_dim=512", "num_decoder_layers=4", *LORA)
-    memory = []
-    for more in ((), (f"weight_quantization={qtype}",)):
-        setup = build_setup(tiny_config(*keys, *more))
-        with use_mesh(setup.mesh, setup.rules, execution=setup.execution):
-            compiled = setup.train_step.lower(setup.abstract, setup.abstract_batch).compile()
-        memory.append((setup, compiled.memory_analysis()))
-    (plain, floats), (stored, codes) = memory
+    plain, floats, _ = compiled_step(*LORA)
+    stored, codes, _ = compiled_step(*LORA, f"weight_quantization={qtype}")
     products = [product for product in plain.model.products if product.equipment.adapter is not None]
     elements = sum(product.repeats * math.prod(product.shape) for product in products)
     width = {"nf4": 0.5 + 4 / 64, "int8": 1}[qtype]

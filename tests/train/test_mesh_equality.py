@@ -76,6 +76,8 @@ MODELS = {
         "load_balance_loss_weight=0.001",
     ),
 }
+# The smallest programs, for what the kind of layer has nothing to do with.
+PLAIN = ("attention=dot_product", "remat_policy=none", "num_decoder_layers=2")
 IN_ORDER = "context_parallel_load_balance=false"
 MESHES = {
     "data": "ici_data=8",
@@ -115,16 +117,22 @@ MESHES = {
 QUICK = {("mla", "stage x fsdp x tensor")}
 # What these do has little to do with the kind of layer: each is run with one model, in turn.
 ANY_MODEL = ("two slices", "zero-1", "moments", "accumulated", "one device", "unrolled")
+# Parts of other meshes in the table, which have every model: these are there with one, in turn.
+PARTS = ("data", "fsdp", "tensor", "context", "context ring", "stage", "fsdp x tensor")
 
 
 def pairs() -> Iterator[tuple[str, str]]:
     """Model and mesh of every case; latent attention has every second mesh, having the parts of the other two."""
-    turns = itertools.cycle(MODELS)
+    turns, turns_of_parts = itertools.cycle(MODELS), itertools.cycle(("dense", "moe"))
     for number, mesh in enumerate(MESHES):
         if mesh.startswith(ANY_MODEL):
             yield next(turns), mesh
+        elif mesh in PARTS:
+            yield next(turns_of_parts), mesh
         else:
-            yield from ((model, mesh) for model in MODELS if model != "mla" or number % 2)
+            # Without experts their axis is one more of rows, as in the largest of its meshes.
+            dense = "expert" not in mesh or mesh == "expert x fsdp x tensor"
+            yield from ((m, mesh) for m in MODELS if (m != "mla" or number % 2) and (m != "dense" or dense))
 
 
 CASES = [

@@ -38,10 +38,9 @@ def batch_of_two_sources() -> Batch:
 
 
 MESHES = [
-    ("one device", "cpu_devices=1 per_device_batch_size=8"),
-    ("accumulated", "cpu_devices=1 per_device_batch_size=8 gradient_accumulation_steps=4"),
+    ("one device", "cpu_devices=1 per_device_batch_size=8 attention=dot_product remat_policy=none"),
     (
-        "fsdp x context x tensor",
+        "accumulated, fsdp x context x tensor",
         "cpu_devices=8 ici_fsdp_parallelism=2 ici_context_parallelism=2 ici_tensor_parallelism=2 "
         "gradient_accumulation_steps=2",
     ),

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.test_mesh_equality import MESHES, MODELS, degrees, run
+from tests.train.test_mesh_equality import MESHES, MODELS, PLAIN, degrees, run
 
 # Stages and accumulation round the gradients of fewer rows at a time, by other scales: the noise of rounding is theirs.
 EXACT, NOISY = 1e-2, 5e-2
 CASES = [
-    ("dense", "fsdp x tensor", EXACT),
+    ("plain", "fsdp x tensor", EXACT),
     pytest.param("dense", "ring x tensor", EXACT, marks=pytest.mark.slow),
     pytest.param("dense", "stage x fsdp x tensor", NOISY, marks=pytest.mark.slow),
     pytest.param("dense", "accumulated, data x fsdp", NOISY, marks=pytest.mark.slow),
@@ -26,7 +26,7 @@ def flat(tree):
 
 @pytest.mark.parametrize(("model", "mesh", "tolerance"), CASES)
 def test_a_mesh_rounds_as_one_device_does(model, mesh, tolerance):
-    keys = (*MODELS[model], "quantization=int8")
+    keys = (*({"plain": PLAIN} | MODELS)[model], "quantization=int8")
     expected_losses, expected_gradient, *_ = run((*keys, "cpu_devices=1"))
     losses, gradient, *_ = run((*keys, *degrees(MESHES[mesh])))
     # Later steps go apart where a last bit decides between two codes.

@@ -1,6 +1,8 @@
 """Whole runs: the same losses on any mesh, exact resume, and what stops a run."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,12 +10,25 @@ import sys
 import numpy as np
 import pytest
 
+from maxlite.checkpoint.manager import Checkpointer
+from maxlite.config.load import load_config
 from maxlite.errors import CheckpointError, ConfigError, NonFiniteLossError, OutOfMemoryError
 from maxlite.train.run import run_train
+from maxlite.train.setup import build_setup
+from tests.conftest import TINY
+from tests.train.conftest import config_in
 
 SPLITS = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 1, 4), (1, 4, 2), (1, 2, 4)]
 QUICK = {(2, 2, 2)}
-GLOBAL_BATCH = ("steps=10", "eval_interval=0", "enable_checkpointing=false", "learning_rate=0.01")
+GLOBAL_BATCH = (
+    "steps=10",
+    "eval_interval=0",
+    "enable_checkpointing=false",
+    "learning_rate=0.01",
+    "learning_rate_schedule_steps=10",
+    "attention=autoselected",
+    "remat_policy=full",
+)
 
 
 def degrees(data: int, fsdp: int, tensor: int) -> tuple[str, ...]:
@@ -59,13 +74,31 @@ def resumable(corpus) -> tuple[str, ...]:
         "warmup_steps_fraction=0.34",
         "per_device_batch_size=1",
         "cpu_devices=8",
+        *degrees(1, 8, 1),
     )
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(train, corpus, logged):
-    whole = train("run_name=whole", "steps=6", *resumable(corpus), *degrees(1, 8, 1))
-    train("run_name=parts", "steps=3", *resumable(corpus), *degrees(1, 8, 1))
-    parts = train("run_name=parts", "steps=6", *resumable(corpus), *degrees(1, 8, 1))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """Six steps on eight devices without a stop."""
+    return run_train(config_in(tmp_path_factory.mktemp("whole"), "run_name=whole", "steps=6", *resumable(corpus)))
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory, corpus):
+    """The first three of them."""
+    return run_train(config_in(tmp_path_factory.mktemp("half"), "run_name=half", "steps=3", *resumable(corpus)))
+
+
+@pytest.fixture
+def copied(half, tmp_path):
+    """copied(name): a copy of the run of three steps, to go on from."""
+    return lambda name: shutil.copytree(half.run_directory, tmp_path / name)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(train, whole, copied, corpus, logged):
+    copied("parts")
+    parts = train("run_name=parts", "steps=6", *resumable(corpus))
     for tag in ("learning/loss", "learning/current_learning_rate", "learning/total_weights", "eval/avg_loss"):
         assert logged(whole, tag) == logged(parts, tag)
     assert list(logged(parts)) == [0, 1, 2, 3, 4, 5]
@@ -73,76 +106,61 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(train, corpus, l
         assert np.array_equal(left, right)
 
 
-def test_a_run_resumes_on_other_meshes(train, corpus, logged):
-    whole = logged(train("run_name=whole", "steps=6", *resumable(corpus), *degrees(1, 8, 1)))
+def test_a_run_resumes_on_other_meshes(train, whole, copied, corpus, logged):
+    wanted = logged(whole)
     for name, mesh in (
         ("one", ("cpu_devices=1", "per_device_batch_size=8", *degrees(1, 1, 1))),
         ("mixed", ("cpu_devices=4", "per_device_batch_size=2", *degrees(1, 2, 2))),
     ):
         overrides = {text.partition("=")[0]: text for text in (*resumable(corpus), *mesh)}
-        train(f"run_name={name}", "steps=3", *resumable(corpus), *degrees(1, 8, 1))
+        copied(name)
         result = train(f"run_name={name}", "steps=6", *overrides.values())
         losses = logged(result)
-        assert all(abs(losses[step] - whole[step]) < 1e-5 for step in whole)
+        assert all(abs(losses[step] - wanted[step]) < 1e-5 for step in wanted)
         (kernel,) = {leaf.sharding.mesh.size for leaf in _arrays(result.params)}
         assert kernel == int(overrides["cpu_devices"].partition("=")[2])
 
 
-def test_a_finished_run_says_so_and_leaves_its_checkpoint_alone(train, capsys):
-    result = train("run_name=done", "steps=2", "eval_interval=0")
-    files = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in result.run_directory.rglob("*") if p.is_file()}
-    capsys.readouterr()
-    again = train("run_name=done", "steps=2", "eval_interval=0")
-    assert again.steps_done == 2
-    assert "step 2 is reached already" in capsys.readouterr().out
+def test_a_finished_run_says_so_and_leaves_its_checkpoint_alone(train, copied, corpus, capsys):
+    files = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in copied("done").rglob("*") if p.is_file()}
+    again = train("run_name=done", "steps=3", *resumable(corpus))
+    assert again.steps_done == 3
+    assert "step 3 is reached already" in capsys.readouterr().out
+    assert any("checkpoints" in path.parts for path in files)
     for path, (changed, content) in files.items():
         if "checkpoints" in path.parts:
             assert (path.stat().st_mtime_ns, path.read_bytes()) == (changed, content)
 
 
-def test_load_parameters_path_starts_at_step_0_with_fresh_optimizer_and_data(train):
-    first = train("run_name=first", "steps=3", "eval_interval=0", "learning_rate=0.01")
-    second = train(
-        "run_name=second",
-        "steps=1",
-        "eval_interval=0",
-        f"load_parameters_path={first.run_directory}",
-        "learning_rate=0",
-    )
+def test_load_parameters_path_starts_at_step_0_with_fresh_optimizer_and_data(train, half):
+    keys = ("vocab_size=264", "eval_interval=0", "cpu_devices=8", f"load_parameters_path={half.run_directory}")
+    second = train("run_name=second", "steps=1", *keys, "learning_rate=0")
     assert second.steps_done == 1
-    for left, right in zip(_leaves(first.params), _leaves(second.params), strict=True):
+    for left, right in zip(_leaves(half.params), _leaves(second.params), strict=True):
         assert np.array_equal(left, right)
     with pytest.raises(CheckpointError, match="emb_dim|embedding/table"):
-        train("run_name=third", "steps=1", f"load_parameters_path={first.run_directory}", "emb_dim=32")
+        train("run_name=third", "steps=1", *keys, "emb_dim=32")
 
 
-def test_a_run_directory_of_another_model_is_refused(train):
-    train("run_name=a", "steps=1", "eval_interval=0")
+def test_a_run_directory_of_another_model_is_refused(train, copied, corpus):
+    copied("a")
     with pytest.raises(CheckpointError, match="(?s)mlp_dim: 64 in the run, 96 now.*run_name"):
-        train("run_name=a", "steps=2", "mlp_dim=96")
+        train("run_name=a", "steps=4", *resumable(corpus), "mlp_dim=96")
 
 
 def test_what_is_not_finite_stops_the_run_and_is_never_saved(train, tmp_path, logged):
-    from maxlite.checkpoint.manager import Checkpointer
-
     overrides = ("opt_type=sgd", "learning_rate=1e38", "gradient_clipping_threshold=0", "warmup_steps_fraction=0")
     with pytest.raises(NonFiniteLossError, match=r"of step \d is (nan|inf)"):
         train("run_name=nan", "steps=5", "eval_interval=0", "checkpoint_period=1", *overrides)
-    config = train("run_name=fine", "steps=1", "eval_interval=0", "opt_type=sgd")
+    config = config_in(tmp_path, "opt_type=sgd")
+    abstract = build_setup(config).abstract
     last = max(logged(tmp_path / "nan"))
     steps = [int(folder.name) for folder in (tmp_path / "nan" / "checkpoints").glob("*")]
     # A checkpoint after n steps comes after step n - 1 was found sound.
     assert all(step <= last for step in steps)
     for step in steps:
-        abstract = config.setup.abstract
-        state, _ = Checkpointer(tmp_path / "nan", _checkpoint_section()).restore(step, abstract)
+        state, _ = Checkpointer(tmp_path / "nan", config.checkpoint).restore(step, abstract)
         assert all(np.isfinite(leaf).all() for leaf in _leaves(state.params))
-
-
-def _checkpoint_section():
-    from maxlite.config.load import load_config
-
-    return load_config("base.yml", [], {}).checkpoint
 
 
 def test_too_little_memory_is_said_with_numbers_before_anything_is_made(train):
@@ -228,12 +246,13 @@ def test_step_and_evaluation_compile_once(train, corpus):
 
 def stopped_at(line_start: str, folder, environment) -> tuple[int, str]:
     """Starts an endless run, sends SIGTERM when it prints such a line, returns its exit code and standard error."""
-    arguments = ["train", "base.yml", "smoke=true", "dataset_type=synthetic", "steps=100000", "log_period=1"]
+    arguments = ["train", "base.yml", *TINY, "cpu_devices=1", "steps=100000", "log_period=1"]
     arguments += ["checkpoint_period=100000", f"base_output_directory={folder}", "run_name=stopped", "eval_interval=0"]
     entry = "import sys; from maxlite.launcher.cli import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", entry, *arguments, "peak_tflops_per_device=1"],
-        env=environment,
+        # The flags with which the tests' programs compile fast.
+        env=environment | {"XLA_FLAGS": os.environ["XLA_FLAGS"]},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -260,26 +279,22 @@ def test_a_stop_signal_before_the_first_step_is_exit_75_too(tmp_path, process_en
     assert code == 75 and "SIGTERM" in err
 
 
-def test_mfu_is_measured_on_fake_devices_too(train, logged):
-    result = train("run_name=mfu", "steps=3", "eval_interval=0", "cpu_devices=8", "peak_tflops_per_device=auto")
+def test_mfu_is_measured_on_fake_devices_too(train, corpus, logged):
+    result = train(*resumable(corpus), "run_name=mfu", "steps=3", "eval_interval=0", "peak_tflops_per_device=auto")
     assert all(0 < mfu < 2 for mfu in logged(result, "perf/mfu").values())
     assert len(logged(result, "perf/mfu")) == 2
 
 
-def test_a_run_with_checkpoints_does_not_begin_again_without_them(train):
-    train("run_name=kept", "steps=1", "eval_interval=0")
+def test_a_run_with_checkpoints_does_not_begin_again_without_them(train, copied, corpus):
+    copied("kept")
     with pytest.raises(CheckpointError, match="enable_checkpointing=false"):
-        train("run_name=kept", "steps=2", "enable_checkpointing=false")
+        train("run_name=kept", "steps=4", *resumable(corpus), "enable_checkpointing=false")
 
 
-def test_a_moved_run_directory_goes_on_where_it_is(train, tmp_path, logged):
-    from maxlite.config.load import load_config
-
-    train("run_name=here", "steps=1", "eval_interval=0")
-    (tmp_path / "elsewhere").mkdir()
-    moved = (tmp_path / "here").rename(tmp_path / "elsewhere" / "there")
-    result = run_train(load_config(str(moved), ["steps=2"], {}))
-    assert result.run_directory == moved and list(logged(moved)) == [0, 1]
+def test_a_moved_run_directory_goes_on_where_it_is(copied, logged):
+    moved = copied("elsewhere/there")
+    result = run_train(load_config(str(moved), ["steps=4"], {}))
+    assert result.run_directory == moved and list(logged(moved)) == [0, 1, 2, 3]
 
 
 def test_programs_are_written_and_hold_no_full_logits(train):
@@ -301,12 +316,9 @@ def test_programs_are_written_and_hold_no_full_logits(train):
     assert "f32[2,32,512]" not in jaxpr and "f32[2,8,512]" in jaxpr
 
 
-def test_the_saved_config_runs_again(train, tmp_path, logged):
-    from maxlite.config.load import load_config
-
-    first = train("run_name=first", "steps=3", "eval_interval=0")
-    config = load_config(str(first.run_directory), [f"base_output_directory={tmp_path / 'again'}"], {})
-    assert logged(run_train(config)) == logged(first)
+def test_the_saved_config_runs_again(half, tmp_path, logged):
+    config = load_config(str(half.run_directory), [f"base_output_directory={tmp_path / 'again'}"], {})
+    assert logged(run_train(config)) == logged(half)
 
 
 def _arrays(params):
