@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import types
 from pathlib import Path
 
@@ -31,13 +32,19 @@ def build_state(mesh, seed=0, step=3):
     """A state with the containers of a real one: nested dicts and optax's NamedTuples, no two leaves alike."""
     random = np.random.default_rng(seed)
     params = {
-        "embedding": jnp.asarray(random.normal(size=(64, 32)), jnp.float32),
-        "layers": {"mlp": jnp.asarray(random.normal(size=(32, 16)), jnp.float32), "norm": jnp.ones((32,))},
+        "embedding": random.normal(size=(64, 32)).astype(np.float32),
+        "layers": {"mlp": random.normal(size=(32, 16)).astype(np.float32), "norm": np.ones(32, np.float32)},
     }
-    opt_state = optax.adamw(1e-3).init(params)
-    opt_state = jax.tree.map(lambda x: jnp.asarray(random.integers(1, 99, size=x.shape), x.dtype), opt_state)
-    state = {"step": jnp.int32(step), "params": params, "opt_state": opt_state}
-    return jax.device_put(state, sharded(state, mesh))
+    opt_state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    opt_state = jax.tree.map(lambda x: np.asarray(random.integers(1, 99, size=x.shape), x.dtype), opt_state)
+    state = {"step": np.int32(step), "params": params, "opt_state": opt_state}
+    return own_memory(jax.device_put(state, sharded(state, mesh)))
+
+
+@jax.jit
+def own_memory(tree):
+    """As of a program: what is put there may lie in numpy's own memory, which is never given away."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def abstract(tree, mesh):
@@ -55,11 +62,19 @@ def assert_same(found, expected):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@functools.cache
+def section_of_base():
+    return load_config("base.yml", [], {}).checkpoint
+
+
 def build_config(keep=3, asynchronous=True, **others):
     """The section as base.yml has it, but for what a test gives."""
-    section = load_config("base.yml", [], {}).checkpoint
     return dataclasses.replace(
-        section, async_checkpointing=asynchronous, checkpoint_period=1, max_num_checkpoints_to_keep=keep, **others
+        section_of_base(),
+        async_checkpointing=asynchronous,
+        checkpoint_period=1,
+        max_num_checkpoints_to_keep=keep,
+        **others,
     )
 
 
@@ -68,7 +83,7 @@ def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def states():
     """What the tests of this folder build and compare states with."""
     return types.SimpleNamespace(

@@ -14,6 +14,8 @@ from maxlite.checkpoint.checksums import device_checksums
 DTYPES = "float32 bfloat16 float16 int32 uint32 int8 uint8 bool int4 uint4 int2 float8_e4m3fn float8_e5m2 float4_e2m1fn"
 SHAPES = [(), (8,), (8, 6), (4, 2, 5), (0, 4)]
 SPECS = [(), ("x",), ("x", "y"), (("x", "y"),), (None, "y")]
+# A dtype is only another way to the words, which programs of these show; two dtypes are given programs of all others.
+FEW = [((), ()), ((8, 6), ("x", "y")), ((4, 2, 5), ("x",)), ((0, 4), ())]
 
 
 def values(shape, dtype, seed=0):
@@ -64,7 +66,9 @@ def test_one_sum_for_the_host_and_for_every_sharding(states, dtype):
             if len(spec) > len(shape) or any(size % parts for size, parts in zip(shape, sizes, strict=False)):
                 continue
             sharding = NamedSharding(mesh, PartitionSpec(*spec))
-            assert on_devices(value, sharding) == expected, (shape, spec)
+            assert device_checksums("test", {"leaf": jax.device_put(value, sharding)}) == {"leaf": expected}
+            if dtype in ("float32", "int4") or (shape, spec) in FEW:
+                assert on_devices(value, sharding) == expected, (shape, spec)
             compared += 1
     assert compared == 18
 

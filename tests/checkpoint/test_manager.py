@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import resource
@@ -21,15 +22,23 @@ from maxlite.errors import CheckpointError
 DATA_STATE = {"epoch": 2, "next": 123456789012345, "buffers": [[1, 2], []], "share": 0.1, "name": "é"}
 
 
-@pytest.fixture
-def saved(run, states):
-    """A run with the complete steps 2, 4 and 6."""
+@pytest.fixture(scope="module")
+def saved_once(states, tmp_path_factory):
+    """A run with the complete steps 2, 4 and 6, and its state."""
+    run = tmp_path_factory.mktemp("saved") / "run"
     state = states.build(states.mesh(fsdp=8))
     checkpointer = Checkpointer(run, states.config())
     for step in (2, 4, 6):
         checkpointer.save(step, state, DATA_STATE | {"step": step})
     checkpointer.close()
-    return state
+    return run, state
+
+
+@pytest.fixture
+def saved(saved_once, run):
+    """A copy of that run for the test alone; its state."""
+    shutil.copytree(saved_once[0], run)
+    return saved_once[1]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -288,21 +297,24 @@ def test_no_disk_space_is_said_before_writing(saved, run, states, monkeypatch):
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files_only():
-    """Writes beyond 4 KB of a file fail, as on a full disk."""
+    """Writes beyond 4 KB of a file fail, as on a full disk; and those of pytest too, which must not write in here."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("how", ["wait", "save", "close"])
-def test_a_failed_background_save_is_an_error(saved, run, states, small_files_only, how, capfd):
+def test_a_failed_background_save_is_an_error(saved, run, states, how, capfd):
     checkpointer = Checkpointer(run, states.config(keep=1))
-    checkpointer.save(8, saved, {})
-    with pytest.raises(CheckpointError) as caught:
-        checkpointer.save(9, saved, {}) if how == "save" else getattr(checkpointer, how)()
+    with small_files_only():
+        checkpointer.save(8, saved, {})
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(9, saved, {}) if how == "save" else getattr(checkpointer, how)()
     message = str(caught.value)
     assert "saving step 8" in message and str(run) in message and "newest complete checkpoint is 6" in message
     assert "File too large" in message or "OUT_OF_RANGE" in message
@@ -313,13 +325,14 @@ def test_a_failed_background_save_is_an_error(saved, run, states, small_files_on
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_failed_background_save_is_known_without_waiting(saved, run, states, small_files_only):
+def test_a_failed_background_save_is_known_without_waiting(saved, run, states):
     checkpointer = Checkpointer(run, states.config())
     assert checkpointer.failed() is None
-    checkpointer.save(8, saved, {})
-    deadline = time.monotonic() + 30
-    while (failure := checkpointer.failed()) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with small_files_only():
+        checkpointer.save(8, saved, {})
+        deadline = time.monotonic() + 30
+        while (failure := checkpointer.failed()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert isinstance(failure, CheckpointError) and "saving step 8" in str(failure)
     assert checkpointer.failed() is None, "an error is raised once"
     checkpointer.close()

@@ -113,9 +113,9 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(run_maxlite, bucket_environment
     assert ended.code == CheckpointError.exit_code and f"gs://{BUCKET}/runs/kept/checkpoints" in ended.stderr
 
 
-def test_a_bucket_that_is_not_there_is_said(run_maxlite, bucket_environment, tmp_path):
+def test_a_bucket_that_is_not_there_is_said(fork_maxlite, bucket_environment, tmp_path):
     arguments = ["ckpt", "show", "gs://no-such-bucket/run"]
-    ended = run_maxlite(arguments, tmp_path, bucket_environment)
+    ended = fork_maxlite(arguments, tmp_path, bucket_environment)
     assert ended.code == CheckpointError.exit_code, ended
     assert "gs://no-such-bucket/run" in ended.stderr and "Traceback" not in ended.stderr
 

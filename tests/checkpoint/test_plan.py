@@ -3,8 +3,6 @@
 import collections
 import json
 import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ from orbax.checkpoint._src.serialization.replica_slices import get_replica_slice
 from maxlite.checkpoint.plan import plan_writes, process_bytes
 from maxlite.checkpoint.record import read_record
 from maxlite.checkpoint.verify import verify_step
+from tests import forks
 
 
 def orbax_regions(array):
@@ -52,7 +51,7 @@ SHAPES = [(), (3,), (8,), (16, 24), (8, 5), (24, 7, 16), (16, 8, 8), (0,), (8, 0
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
 def test_as_orbax_slices(states, sizes, dtype):
     mesh, compared = states.mesh(**sizes), 0
     for shape in SHAPES:
@@ -61,7 +60,7 @@ def test_as_orbax_slices(states, sizes, dtype):
                      for entry in spec]  # fmt: skip
             if len(spec) > len(shape) or any(size % part for size, part in zip(shape, parts, strict=False)):
                 continue
-            array = jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, PartitionSpec(*spec)))
+            array = jax.device_put(np.zeros(shape, dtype), NamedSharding(mesh, PartitionSpec(*spec)))
             assert planned_regions(array) == orbax_regions(array), (shape, spec)
             compared += 1
     assert compared > 25
@@ -70,7 +69,7 @@ def test_as_orbax_slices(states, sizes, dtype):
 @pytest.mark.parametrize("shape", [(), (1024,), (8, 128), (16, 128), (64, 128), (64, 64), (16, 8, 256)])
 def test_as_orbax_slices_in_the_hosts_memory(states, shape):
     sharding = NamedSharding(states.mesh(data=8), PartitionSpec(), memory_kind="pinned_host")
-    array = jax.device_put(jnp.zeros(shape), sharding)
+    array = jax.device_put(np.zeros(shape, np.float32), sharding)
     assert planned_regions(array) == orbax_regions(array)
 
 
@@ -142,18 +141,9 @@ def written_by_two(process_environment, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = SAVER % (LEAVES,)
-    commands = [[sys.executable, "-c", script, str(port), str(process), str(folder)] for process in range(2)]
-    processes = [
-        subprocess.Popen(command, env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
+    arguments = [[str(port), str(process), str(folder)] for process in range(2)]
+    ended = forks.run_programs(SAVER % (LEAVES,), arguments, process_environment, timeout=120)
+    assert [process.code for process in ended] == [0, 0], ended
     return folder / "checkpoints" / "1" / "items"
 
 

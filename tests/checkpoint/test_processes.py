@@ -2,11 +2,11 @@
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 WORKER = Path(__file__).with_name("two_processes.py")
 
@@ -19,25 +19,11 @@ def together(process_environment):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), coordinator, str(count), str(process), str(run), *actions],
-                env=process_environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for process in range(count)
-        ]
-        try:
-            finished = [process.communicate(timeout=150) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        errors = "\n".join(stderr for _, stderr in finished)
-        assert [process.returncode for process in processes] == [0] * count, errors
+        arguments = [[coordinator, str(count), str(process), str(run), *actions] for process in range(count)]
+        ended = forks.run_programs(WORKER.read_text(), arguments, process_environment, timeout=150)
+        assert [process.code for process in ended] == [0] * count, "\n".join(process.stderr for process in ended)
         # Other lines are of gloo.
-        printed = [[line for line in stdout.splitlines() if line.startswith("{")] for stdout, _ in finished]
+        printed = [[line for line in stdout.splitlines() if line.startswith("{")] for _, stdout, _ in ended]
         return [[json.loads(line) for line in lines] for lines in printed]
 
     return start

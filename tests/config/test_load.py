@@ -323,17 +323,17 @@ CASES = [["learning_rat=1e-3"], ["packing=maybe"], ["num_query_heads=3"]]
 
 
 @pytest.mark.parametrize("overrides", CASES)
-def test_command_line_exits_with_2_and_one_line(overrides, run_maxlite, tmp_path):
-    result = run_maxlite(["train", "base.yml", *overrides, "ici_fsdp_parallelism=1"], tmp_path)
+def test_command_line_exits_with_2_and_one_line(overrides, fork_maxlite, tmp_path):
+    arguments = ["train", "base.yml", *overrides, "ici_fsdp_parallelism=1"]
+    result = fork_maxlite(arguments, tmp_path)
     assert (result.code, result.stdout) == (2, ""), result.stderr
     assert overrides[0].split("=")[0] in result.stderr and "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_line_prints_values_and_sources(run_maxlite, tmp_path):
-    result = run_maxlite(
-        ["config", "base.yml", "model=llama3-8b", "num_decoder_layers=3", "--json"], tmp_path, {"MAXLITE_STEPS": "5"}
-    )
+def test_command_line_prints_values_and_sources(fork_maxlite, tmp_path):
+    arguments = ["config", "base.yml", "model=llama3-8b", "num_decoder_layers=3", "--json"]
+    result = fork_maxlite(arguments, tmp_path, {"MAXLITE_STEPS": "5"})
     assert result.code == 0, result.stderr
     rows = json.loads(result.stdout)
     assert rows["num_decoder_layers"] == {"value": 3, "source": "command line"}

@@ -17,10 +17,10 @@ from maxlite.launcher import ckpt
 LOSSES = {2: 1.5, 4: 0.5, 6: float("nan"), 8: 2.5}
 
 
-@pytest.fixture
-def run(tmp_path, tiny_config):
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory, tiny_config):
     """A run of 4 steps whose config keeps the newest two."""
-    path = tmp_path / "run"
+    path = tmp_path_factory.mktemp("saved") / "run"
     config = tiny_config("max_num_checkpoints_to_keep=9", "cpu_devices=8", "ici_fsdp_parallelism=-1")
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     checkpointer = Checkpointer(path, config.checkpoint)
@@ -33,6 +33,12 @@ def run(tmp_path, tiny_config):
     text = dump_config(config).replace("max_num_checkpoints_to_keep: 9", "max_num_checkpoints_to_keep: 2")
     (path / "config.yml").write_text(re.sub("ici_fsdp_parallelism: .*", "ici_fsdp_parallelism: 64", text))
     return path
+
+
+@pytest.fixture
+def run(run_once, tmp_path):
+    """A copy of that run, for one test alone."""
+    return shutil.copytree(run_once, tmp_path / "run")
 
 
 def files_below(folder):
@@ -159,17 +165,17 @@ def test_verify(run, capsys):
     assert [row["problems"] for row in rows] == [[]] and rows[0]["folder"] == str(run / "checkpoints" / "6")
 
 
-def test_verify_names_what_is_damaged_in_all_steps_and_exits_with_6(run, run_maxlite):
+def test_verify_names_what_is_damaged_in_all_steps_and_exits_with_6(run, fork_maxlite):
     damage(run / "checkpoints" / "4", 4.0)
     (run / "checkpoints" / "6" / "iter" / "metadata").unlink()
-    finished = run_maxlite(["ckpt", "verify", str(run)])
+    finished = fork_maxlite(["ckpt", "verify", str(run)])
     assert finished.code == 6, finished
     assert re.search(r"^4: not as it was saved", finished.stdout, re.M)
     assert re.search(r"^  params/w: (its values are not those that were saved|it can't be read)", finished.stdout, re.M)
     assert "iter/metadata is missing" in finished.stdout and "params/same" not in finished.stdout
     assert re.search(r"^8: sound", finished.stdout, re.M)
     assert "of 4 checkpoints" in finished.stderr and "not as they were saved: 4, 6." in finished.stderr
-    with_json = run_maxlite(["ckpt", "verify", str(run), "--json"])
+    with_json = fork_maxlite(["ckpt", "verify", str(run), "--json"])
     assert with_json.code == 6
     assert [bool(row["problems"]) for row in json.loads(with_json.stdout)] == [False, True, True, False]
 

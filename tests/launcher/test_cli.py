@@ -17,10 +17,10 @@ def fails(finished, code: int, *words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(run_maxlite, tmp_path_factory):
+def trained(fork_maxlite, tmp_path_factory):
     """A folder that holds a finished small run, runs/default, and its output."""
     folder = tmp_path_factory.mktemp("trained")
-    finished = run_maxlite(["train", "base.yml", *SMALL], cwd=folder)
+    finished = fork_maxlite(["train", "base.yml", *SMALL], cwd=folder)
     assert finished.code == 0, finished.stderr
     return folder, finished
 
@@ -40,14 +40,15 @@ def test_a_run_writes_its_directory_and_says_how_to_go_on(trained):
 
 
 def test_the_same_command_again_has_nothing_to_do(trained, run_maxlite):
+    # In an interpreter that begins with nothing imported.
     folder, _ = trained
     again = run_maxlite(["train", "base.yml", *SMALL], cwd=folder)
     assert again.code == 0 and "step 2 is reached already" in again.stdout and "steps=4" in again.stdout
 
 
-def test_decode_prints_json_only(trained, run_maxlite):
+def test_decode_prints_json_only(trained, fork_maxlite):
     folder, _ = trained
-    finished = run_maxlite(
+    finished = fork_maxlite(
         ["decode", "runs/default", "--json", "prompt_ids=5,9;7,8,9", "max_new_tokens=4", "ignore_eos=true"], cwd=folder
     )
     assert finished.code == 0, finished.stderr
@@ -57,9 +58,9 @@ def test_decode_prints_json_only(trained, run_maxlite):
     assert "tokens/s" in finished.stderr
 
 
-def test_a_prompt_longer_than_the_cache_is_refused_with_both_numbers(trained, run_maxlite):
+def test_a_prompt_longer_than_the_cache_is_refused_with_both_numbers(trained, fork_maxlite):
     folder, _ = trained
-    finished = run_maxlite(
+    finished = fork_maxlite(
         ["decode", "runs/default", "prompt_ids=1,2,3,4,5,6,7,8,9", "max_target_length=8", "max_new_tokens=0"],
         cwd=folder,
     )
@@ -90,24 +91,24 @@ def test_a_prompt_longer_than_the_cache_is_refused_with_both_numbers(trained, ru
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and value else str(value),
 )
-def test_bad_input_is_one_clear_error(run_maxlite, tmp_path, arguments, code, words):
-    fails(run_maxlite(arguments, cwd=tmp_path), code, *words)
+def test_bad_input_is_one_clear_error(fork_maxlite, tmp_path, arguments, code, words):
+    fails(fork_maxlite(arguments, cwd=tmp_path), code, *words)
     assert not list(tmp_path.glob("runs/*/checkpoints"))
 
 
-def test_a_folder_without_text_is_a_data_error(run_maxlite, tmp_path):
+def test_a_folder_without_text_is_a_data_error(fork_maxlite, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "picture.bin").write_bytes(b"\0\1\2" * 100)
-    fails(run_maxlite(["train", "base.yml", "dataset_path=folder"], cwd=tmp_path), 3, "folder")
+    fails(fork_maxlite(["train", "base.yml", "dataset_path=folder"], cwd=tmp_path), 3, "folder")
 
 
-def test_a_yaml_from_a_stranger_runs_nothing(run_maxlite, tmp_path):
+def test_a_yaml_from_a_stranger_runs_nothing(fork_maxlite, tmp_path):
     (tmp_path / "evil.yml").write_text("run_name: !!python/object/apply:os.system ['touch touched']\n")
-    fails(run_maxlite(["train", "evil.yml"], cwd=tmp_path), 2, "evil.yml:1", "tag")
+    fails(fork_maxlite(["train", "evil.yml"], cwd=tmp_path), 2, "evil.yml:1", "tag")
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_damaged_checkpoint_names_its_file_and_the_way_on(trained, run_maxlite, tmp_path):
+def test_a_damaged_checkpoint_names_its_file_and_the_way_on(trained, fork_maxlite, tmp_path):
     import shutil
 
     folder, _ = trained
@@ -116,13 +117,13 @@ def test_a_damaged_checkpoint_names_its_file_and_the_way_on(trained, run_maxlite
     largest = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-7])
     longer = [text for text in SMALL if text != "steps=2"]
-    fails(run_maxlite(["train", "base.yml", *longer, "steps=3"], cwd=tmp_path), 6, largest.name, "2")
-    fails(run_maxlite(["decode", "runs/default"], cwd=tmp_path), 6, largest.name)
+    fails(fork_maxlite(["train", "base.yml", *longer, "steps=3"], cwd=tmp_path), 6, largest.name, "2")
+    fails(fork_maxlite(["decode", "runs/default"], cwd=tmp_path), 6, largest.name)
 
 
-def test_a_run_directory_of_another_model_is_refused(trained, run_maxlite):
+def test_a_run_directory_of_another_model_is_refused(trained, fork_maxlite):
     folder, _ = trained
-    fails(run_maxlite(["train", "base.yml", *SMALL, "mlp_dim=256"], cwd=folder), 6, "mlp_dim: 128 in the run, 256 now")
+    fails(fork_maxlite(["train", "base.yml", *SMALL, "mlp_dim=256"], cwd=folder), 6, "mlp_dim: 128 in the run, 256 now")
 
 
 def test_help_is_complete_and_imports_nothing_heavy(run_maxlite, process_environment):
@@ -142,17 +143,17 @@ def test_help_is_complete_and_imports_nothing_heavy(run_maxlite, process_environ
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_models_lists_every_yaml_with_its_count(run_maxlite):
-    rows = json.loads(run_maxlite(["models", "--json"]).stdout)
+def test_models_lists_every_yaml_with_its_count(fork_maxlite):
+    rows = json.loads(fork_maxlite(["models", "--json"]).stdout)
     counts = {row["model"]: row["num_parameters"] for row in rows}
     assert counts["llama3-8b"] == 8_030_261_248 and counts["llama3.2-1b"] == 1_235_814_400
-    shown = run_maxlite(["models", "show", "llama2-7b"]).stdout
+    shown = fork_maxlite(["models", "show", "llama2-7b"]).stdout
     assert "num_parameters: 6,738,415,616" in shown and "num_active_parameters: 6,738,415,616" in shown
 
 
-def test_config_shows_values_and_sources(run_maxlite):
+def test_config_shows_values_and_sources(fork_maxlite):
     rows = json.loads(
-        run_maxlite(
+        fork_maxlite(
             ["config", "base.yml", "model=llama3-8b", "steps=7", "cpu_devices=8", "--json"],
             env={"MAXLITE_LOG_PERIOD": "3"},
         ).stdout
@@ -164,8 +165,8 @@ def test_config_shows_values_and_sources(run_maxlite):
     assert rows["run_name"]["value"] is None
 
 
-def test_config_diff_names_what_differs(run_maxlite, tmp_path):
+def test_config_diff_names_what_differs(fork_maxlite, tmp_path):
     (tmp_path / "mine.yml").write_text("steps: 5\n")
-    finished = run_maxlite(["config", "diff", "base.yml", "mine.yml"], cwd=tmp_path)
+    finished = fork_maxlite(["config", "diff", "base.yml", "mine.yml"], cwd=tmp_path)
     assert finished.stdout.strip().endswith("-> 5") and finished.stdout.startswith("steps: ")
-    assert run_maxlite(["config", "diff", "base.yml", "base.yml"], cwd=tmp_path).stdout.strip() == "no difference"
+    assert fork_maxlite(["config", "diff", "base.yml", "base.yml"], cwd=tmp_path).stdout.strip() == "no difference"

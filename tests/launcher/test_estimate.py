@@ -6,6 +6,7 @@ import re
 import pytest
 
 from maxlite.errors import ConfigError
+from maxlite.launcher import estimate as commands
 from maxlite.launcher.estimate import compile_step, print_estimate
 
 MESH = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "cpu_devices=8", "jax_cache_dir=null")
@@ -14,6 +15,27 @@ MESH = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "cpu_devices=8", "
 @pytest.fixture
 def config(tiny_config):
     return lambda *more: tiny_config(*MESH, "peak_tflops_per_device=1", *more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_once():
+    """What is printed in two ways, or looked at by two tests, is estimated once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run_estimate", "run_decode_estimate"):
+            patch.setattr(commands, name, remembering(getattr(commands, name)))
+        yield
+
+
+def remembering(estimate):
+    found = {}
+
+    def remembered(config):
+        key = repr(config)
+        if key not in found:
+            found[key] = estimate(config)
+        return found[key]
+
+    return remembered
 
 
 def test_json_is_one_object_with_every_number(config, capsys):

@@ -1,4 +1,5 @@
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -48,6 +49,8 @@ def test_what_cannot_be_run(arguments, words):
 def run_launch(process_environment):
     """run_launch(code, n): starts a launch of n processes of `code`, which knows its `number`."""
     started = []
+    # With it Python writes a line in pieces, between which another process may write.
+    environment = {name: value for name, value in process_environment.items() if name != "PYTHONUNBUFFERED"}
 
     def start(code, num_processes, grace=10.0):
         entry = f"import os, signal, sys, time; number = int(os.environ['MAXLITE_PROCESS_ID']); {code}"
@@ -62,7 +65,7 @@ def run_launch(process_environment):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=process_environment,
+            env=environment,
         )
         started.append(process)
         return process
@@ -96,12 +99,17 @@ def test_each_is_told_its_place_and_its_command(run_launch):
         ("time.sleep(0.5 * number); sys.exit([8, 3][number])", 8),
         ("time.sleep(0.5 - 0.5 * number); sys.exit([8, 3][number])", 3),
         ("os.kill(os.getpid(), signal.SIGKILL) if number == 0 else sys.exit(0)", 137),
-        # The one that was killed is what happened, though the other follows in the same moment.
-        ("os.kill(os.getpid(), signal.SIGKILL) if number == 1 else sys.exit(8)", 137),
+        # The one that was killed is what happened, though the other follows as soon as the pipe is closed.
+        (
+            "pipe = open(PIPE, 'w' if number else 'r');"
+            "os.kill(os.getpid(), signal.SIGKILL) if number else sys.exit(8 + len(pipe.read()))",
+            137,
+        ),
     ],
 )
-def test_the_exit_code_is_that_of_the_first_that_failed(run_launch, code, exit_code):
-    process = run_launch(code, 2)
+def test_the_exit_code_is_that_of_the_first_that_failed(run_launch, tmp_path, code, exit_code):
+    os.mkfifo(tmp_path / "pipe")
+    process = run_launch(code.replace("PIPE", repr(str(tmp_path / "pipe"))), 2)
     process.communicate(timeout=30)
     assert process.returncode == exit_code
 

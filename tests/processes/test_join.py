@@ -83,12 +83,12 @@ def test_one_process_joins_nothing_and_is_not_announced(capsys):
     assert joining.place_line() == "One process, 8 of 8 cpu devices"
 
 
-def test_only_one_of_two_was_started(run_maxlite, free_port):
+def test_only_one_of_two_was_started(fork_maxlite, free_port):
     """A clear error within the set time (P50)."""
     for number in (0, 1):
         keys = ["num_processes=2", f"process_id={number}", f"coordinator_address=127.0.0.1:{free_port}"]
         started = time.monotonic()
-        result = run_maxlite(["train", "base.yml", "jax_distributed_initialization_timeout=2", *keys])
+        result = fork_maxlite(["train", "base.yml", "jax_distributed_initialization_timeout=2", *keys])
         assert result.code == 8
         assert time.monotonic() - started < 60
         assert f"Process {1 - number}" in result.stderr
