@@ -90,6 +90,14 @@ def test_bytes_of_the_cache(config, capsys, overrides, number):
     assert re.search(r"^cache\s", capsys.readouterr().out, re.M)
 
 
+def test_decoding_in_few_bits_is_compiled_as_decode_compiles_it(tiny_config, capsys):
+    """Of six layers' kernels a few of one layer are floats at a time."""
+    keys = ("emb_dim=128", "mlp_dim=512", "num_decoder_layers=6", "jax_cache_dir=null", "weight_quantization=int4")
+    print_estimate(tiny_config(*keys), True, decode=True)
+    step = json.loads(capsys.readouterr().out)["programs"][1]
+    assert step["memory"]["temporaries"] < 4 * 4 * 128 * 512
+
+
 def test_what_does_not_fit_comes_with_three_fixes(config, capsys, monkeypatch):
     monkeypatch.setattr("maxlite.estimate.run.device_memory_bytes", lambda devices: 100_000)
     print_estimate(config("remat_policy=minimal"), False)
