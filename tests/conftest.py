@@ -58,6 +58,17 @@ TINY = (
     "max_target_length=32",
     "per_device_batch_size=1",
 )
+# What makes the attention of such a model latent.
+LATENT = (
+    "attention_pattern=[mla]",
+    "num_kv_heads=4",
+    "head_dim=12",
+    "qk_nope_head_dim=8",
+    "qk_rope_head_dim=4",
+    "v_head_dim=6",
+    "kv_lora_rank=16",
+    "q_lora_rank=16",
+)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

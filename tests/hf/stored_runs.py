@@ -19,9 +19,9 @@ from maxlite.hf.convert import export_run
 from maxlite.hf.run_files import config_of_run, keep_files
 from maxlite.launcher.resolve import folder_keys
 from maxlite.model.build import Model, Params, build_model
-from maxlite.ops.stored import quantize_kernel
 from tests.hf.cases import LONG_PROMPTS
 from tests.hf.folders import load_folder, read_golden, write_folder
+from tests.quantize.two_models import rounded_params
 
 
 class StoredRun(NamedTuple):
@@ -50,16 +50,11 @@ def _rounded(model: Model, floats: Params) -> Params:
     """The parameters of `model`: kernels that it has in few bits are rounded to nearest."""
 
     @jax.jit
-    def rounded(held: dict[str, jax.Array]) -> Params:
-        for product in model.products:
-            stored, path = product.equipment.stored, product.params_path
-            if stored is not None:
-                dims = tuple(dim + 1 for dim in product.summed_dims)
-                made = quantize_kernel(held.pop(f"{path}/kernel"), dims, stored.qtype, stored.tile_size)
-                held[f"{path}/codes"], held[f"{path}/scale"] = made
+    def rounded(floats: Params) -> Params:
+        held = leaf_paths(rounded_params(floats, model))
         return nested({path: held[path].astype(leaf.dtype) for path, leaf in leaf_paths(model.abstract_params).items()})
 
-    return rounded(leaf_paths(floats))
+    return rounded(floats)
 
 
 def write_run(config: Config, params: Params, run: Path, name: str) -> Path:

@@ -5,17 +5,8 @@ import numpy as np
 import pytest
 
 from maxlite.model.build import build_model
+from tests.conftest import LATENT
 
-LATENT = (
-    "attention_pattern=[mla]",
-    "num_kv_heads=4",
-    "head_dim=12",
-    "qk_nope_head_dim=8",
-    "qk_rope_head_dim=4",
-    "v_head_dim=6",
-    "kv_lora_rank=16",
-    "q_lora_rank=16",
-)
 EXPERTS = ("mlp_pattern=[moe]", "num_experts=4", "num_experts_per_tok=2", "moe_mlp_dim=16", "shared_expert_mlp_dim=8")
 
 

@@ -12,7 +12,7 @@ from maxlite.data.batch import Batch
 from maxlite.parallel.sharding import use_mesh
 from maxlite.train.setup import build_setup
 from maxlite.train.state import init_state
-from tests.conftest import load_tiny
+from tests.conftest import LATENT, load_tiny
 
 ROWS, LENGTH, VOCAB, STEPS = 16, 32, 64, 10
 # Plain gradient descent, so that the first step's change of the parameters is its gradient.
@@ -53,16 +53,9 @@ MODELS = {
     ),
     # Latent attention; two dense layers, then two with sigmoid routers whose biases move.
     "mla": (
-        "attention_pattern=[mla]",
+        *LATENT,
         "mlp_pattern=[moe]",
         "num_dense_layers=2",
-        "num_kv_heads=4",
-        "head_dim=12",
-        "qk_nope_head_dim=8",
-        "qk_rope_head_dim=4",
-        "v_head_dim=6",
-        "kv_lora_rank=16",
-        "q_lora_rank=16",
         "num_experts=8",
         "num_experts_per_tok=3",
         "moe_mlp_dim=24",
